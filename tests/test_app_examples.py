@@ -182,11 +182,7 @@ def test_a_stream_from_the_command_line_shows_its_first_line_at_once(tmp_path: P
 def test_each_way_to_stream_shows_its_first_line_at_once_and_ends_with_its_client(
     tmp_path: Path,
 ) -> None:
-    first_lines = {
-        "/lines": '{"number":0}',
-        "/events": 'data: {"number":0}',
-        "/text": "0",
-    }
+    first_lines = {"/lines": '{"number":0}', "/events": 'data: {"number":0}', "/text": "0"}
     with run("streams", tmp_path) as server:
         for number, (path, expected) in enumerate(first_lines.items()):
             with httpx.stream("GET", server.url + path, trust_env=False) as response:

@@ -116,9 +116,7 @@ def test_a_deployment_of_no_replicas_starts_one_for_its_first_request(gate: Gate
 
 
 @pytest.mark.reliability("B19")
-def test_requests_under_a_load_that_comes_and_goes_are_all_answered(
-    switch_interval: None,
-) -> None:
+def test_requests_under_a_load_that_comes_and_goes_are_all_answered(switch_interval: None) -> None:
     @serve.deployment(
         max_ongoing_requests=1,
         autoscaling_config={

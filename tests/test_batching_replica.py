@@ -22,16 +22,7 @@ from ingress.exceptions import RequestCancelledError, RequestCycleError
 from ingress.logs import RequestFilter
 from ingress.testing import Latch
 from tests.fakes import together
-from tests.servers import (
-    PATIENCE_S,
-    Connection,
-    bind,
-    get,
-    ongoing,
-    served,
-    set_flags,
-    wait_until,
-)
+from tests.servers import PATIENCE_S, Connection, bind, get, ongoing, served, set_flags, wait_until
 
 LONG_S = 30.0
 

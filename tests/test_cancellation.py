@@ -382,10 +382,7 @@ def test_a_def_that_ends_with_what_it_was_told_is_not_worth_a_record(
 
 @pytest.mark.parametrize(
     ("method", "ended"),
-    [
-        ("in_generator", ["child cancelled", "child closed"]),
-        ("in_checking_generator", ["closed"]),
-    ],
+    [("in_generator", ["child cancelled", "child closed"]), ("in_checking_generator", ["closed"])],
 )
 def test_a_generator_in_a_thread_that_ends_with_its_client_is_not_worth_a_record(
     seen: Seen, caplog: pytest.LogCaptureFixture, method: str, ended: list[str]

@@ -180,10 +180,7 @@ def found_in_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_runs_on_the_loop_is_checked_and_nothing_else(
-    name: str,
-    found_in_files: dict[str, Found],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, found_in_files: dict[str, Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = in_class(HEAD, CASES[name])
     report = checked_as_application(tmp_path, monkeypatch, program, Settings())

@@ -317,10 +317,7 @@ def found_in_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_not_safe_in_a_thread_is_found_and_nothing_else(
-    name: str,
-    found_in_files: dict[str, Found],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, found_in_files: dict[str, Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = in_class(HEAD, CASES[name])
     report = checked_as_application(tmp_path, monkeypatch, program, AT_1, migrate=True)

@@ -12,15 +12,7 @@ import yaml
 
 import ingress as serve
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
-from tests.servers import (
-    INGRESS,
-    environment,
-    get,
-    invoke,
-    process,
-    run_ingress,
-    write_module,
-)
+from tests.servers import INGRESS, environment, get, invoke, process, run_ingress, write_module
 
 APP = """
 from fastapi import FastAPI, WebSocket

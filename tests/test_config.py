@@ -370,9 +370,7 @@ def test_what_has_no_effect_of_ray_actor_options_is_listed() -> None:
         num_replicas="auto", ray_actor_options={"num_cpus": 2, "num_gpus": 1, "memory": 9}
     )
 
-    assert options_not_acted_on(config) == [
-        "ray_actor_options={'num_gpus': 1, 'memory': 9}",
-    ]
+    assert options_not_acted_on(config) == ["ray_actor_options={'num_gpus': 1, 'memory': 9}"]
 
 
 def test_the_options_not_acted_on_are_those_nothing_reads() -> None:

@@ -305,11 +305,7 @@ def test_a_hundred_fields_are_the_limit(server: ServerProcess) -> None:
 @pytest.mark.reliability("C04")
 @pytest.mark.parametrize(
     "begin",
-    [
-        HEAD + b"X-Large: ",
-        b"GET /",
-        CHUNKED + b"5\r\nhello\r\n0\r\nX-Trailer: ",
-    ],
+    [HEAD + b"X-Large: ", b"GET /", CHUNKED + b"5\r\nhello\r\n0\r\nX-Trailer: "],
     ids=["field", "path", "trailer"],
 )
 def test_endless_headers_cost_no_memory(server: ServerProcess, begin: bytes) -> None:

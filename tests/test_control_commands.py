@@ -335,9 +335,7 @@ def test_files_that_are_no_sockets_of_our_servers_are_neither_asked_nor_deleted(
     assert sorted(runtime.iterdir()) == before
 
 
-def test_a_server_that_ends_leaves_the_socket_of_one_that_has_taken_its_name(
-    runtime: Path,
-) -> None:
+def test_a_server_that_ends_leaves_the_socket_of_one_that_has_taken_its_name(runtime: Path) -> None:
     with ControlSocket({"echo": echo}, pid=1):
         with ControlSocket({"echo": echo}, pid=1) as later:  # in another container
             assert later.path is not None
@@ -371,10 +369,7 @@ VIEW = {
         "calls": [], "more_calls": 0,
     }],
 }  # fmt: skip
-ANSWERS: dict[str, Any] = {
-    "view": {"result": VIEW},
-    "scale": {"result": [EVIL]},
-}
+ANSWERS: dict[str, Any] = {"view": {"result": VIEW}, "scale": {"result": [EVIL]}}
 COMMANDS = {
     "status": ["status"],
     "status as JSON": ["status", "--json"],

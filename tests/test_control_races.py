@@ -18,11 +18,7 @@ from starlette.requests import Request
 import ingress as serve
 from ingress.core.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
-from ingress.exceptions import (
-    DeploymentUnavailableError,
-    RayServeException,
-    RequestCancelledError,
-)
+from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
 from ingress.handle import DeploymentHandle
 from ingress.request_router import ConsistentHashRouter, RunningReplica
 from ingress.schema import DeploymentStatus, ReplicaDetails

@@ -402,10 +402,7 @@ async def test_a_requested_cancellation_stays_a_cancellation(
         await asyncio.Event().wait()
 
     execution = plan(
-        coroutine if how == "async" else function,
-        Role.METHOD,
-        sync_in_threadpool=flag,
-        pool=pool,
+        coroutine if how == "async" else function, Role.METHOD, sync_in_threadpool=flag, pool=pool
     )
     task = asyncio.ensure_future(execution.run())
     await until(started.is_set)

@@ -446,9 +446,7 @@ def test_a_copy_of_a_handle_is_the_handle(
     assert "Child" in repr(child)
 
 
-def test_handles_of_one_deployment_with_the_same_options_are_equal(
-    child: DeploymentHandle,
-) -> None:
+def test_handles_of_one_deployment_with_the_same_options_are_equal(child: DeploymentHandle) -> None:
     assert serve.get_app_handle("default") == serve.get_app_handle("default") == child
     assert {child, serve.get_deployment_handle("Child", "default")} == {child}
     assert child.items == child.options(method_name="items") != child

@@ -99,10 +99,7 @@ REACHED: dict[str, tuple[str, ...]] = {
         "make.<locals>.get.client",
         "def make",
     ),
-    "a partial": (
-        "get = functools.partial(print, asyncio.Lock())" + CLASS.format("get()"),
-        "get",
-    ),
+    "a partial": ("get = functools.partial(print, asyncio.Lock())" + CLASS.format("get()"), "get"),
     "a global that start-up sets": (
         "client = None\napp = FastAPI()\nasync def connect():\n    global client\n"
         "    client = httpx.AsyncClient()\napp.router.on_startup.append(connect)" + APP.format(""),
@@ -167,10 +164,7 @@ REACHED: dict[str, tuple[str, ...]] = {
         + PLAIN,
         "lock",
     ),
-    "an ASGI app of a library": (
-        "app = opaque.App()\n" + PLAIN,
-        "app",
-    ),
+    "an ASGI app of a library": ("app = opaque.App()\n" + PLAIN, "app"),
     "a mounted app of a library": (
         "app = FastAPI(lifespan=nothing)\napp.mount('/inner', opaque.App())" + APP.format(""),
         "app.mount('/inner')",
@@ -242,10 +236,7 @@ FILLED: dict[str, tuple[str, ...]] = {
         "async def steps(): yield 1\nheld = {}" + CLASS.format("held[1] = steps()"),
         "held",
     ),
-    "another module's": (
-        "import other\n" + CLASS.format("other.held[1] = asyncio.Lock()"),
-        "held",
-    ),
+    "another module's": ("import other\n" + CLASS.format("other.held[1] = asyncio.Lock()"), "held"),
     "a global's, by a function": (
         "class Chat:\n    def __init__(self): self.queues = []\nchat = Chat()"
         + CLASS.format("chat.queues.append(asyncio.Queue())"),

@@ -208,10 +208,7 @@ def test_posting_while_the_loop_closes_loses_nothing(seed: int, switch_interval:
             home.mailbox.post(delivered.append, number)
 
     together(
-        lambda: post(0),
-        lambda: post(count),
-        lambda: post(2 * count),
-        lambda: home.stop(PATIENCE_S),
+        lambda: post(0), lambda: post(count), lambda: post(2 * count), lambda: home.stop(PATIENCE_S)
     )
 
     assert Counter(delivered + buried) == Counter(range(3 * count))
