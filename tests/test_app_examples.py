@@ -179,9 +179,7 @@ def test_a_stream_from_the_command_line_shows_its_first_line_at_once(tmp_path: P
 
 
 @proves("streams")
-def test_each_way_to_stream_shows_its_first_line_at_once_and_ends_with_its_client(
-    tmp_path: Path,
-) -> None:
+def test_each_way_to_stream_shows_a_line_at_once_and_ends_with_its_client(tmp_path: Path) -> None:
     first_lines = {"/lines": '{"number":0}', "/events": 'data: {"number":0}', "/text": "0"}
     with run("streams", tmp_path) as server:
         for number, (path, expected) in enumerate(first_lines.items()):
@@ -265,9 +263,7 @@ def test_the_models_come_and_go_as_the_docstring_says(tmp_path: Path) -> None:
         ("request_batching", "[0, 2, 4, 6, 8, 10, 12, 14]\n", ""),
     ],
 )
-def test_a_model_prints_what_its_handle_returned(
-    name: str, printed: str, warned: str, tmp_path: Path
-) -> None:
+def test_a_model_prints_its_results(name: str, printed: str, warned: str, tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", f"app_examples.{name}"],
         env=environment(tmp_path),
@@ -401,9 +397,7 @@ def served_with_slow_server(
 # "Offload to a thread, free the event loop."
 @proves("async_http", "threaded_http", "offload_io")
 @pytest.mark.parametrize("name", ["async_http", "threaded_http", "offload_io"])
-def test_non_blocking_http_calls_wait_side_by_side(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_blocking_http_calls_overlap(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     with served_with_slow_server(name, gate, monkeypatch) as it:
         responses = it.send(count=3)
@@ -444,9 +438,7 @@ def test_heavy_numpy_runs_in_several_threads_at_once() -> None:
     ("name", "limit"),
     [("my_service", 32), ("async_io_bound", 100), ("max_concurrent_queries", 1000)],
 )
-def test_as_many_requests_as_the_example_says_are_inside_and_the_next_queues(
-    name: str, limit: int
-) -> None:
+def test_as_many_requests_as_it_says_are_inside_and_the_next_queues(name: str, limit: int) -> None:
     gate = Gate()
 
     class LoopProbe(class_of(name)):  # type: ignore[misc]

@@ -370,9 +370,7 @@ async def test_a_cancelled_stream_has_been_closed_where_it_ran(shape: str, waits
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_stream_whose_start_cannot_be_sent_runs_nothing_of_its_generator(
-    shape: str,
-) -> None:
+async def test_a_stream_whose_start_is_not_sent_runs_nothing_of_its_generator(shape: str) -> None:
     seen: list[Any] = []
 
     async def on_message(message: Message) -> None:

@@ -135,9 +135,7 @@ def test_an_override_runs_where_it_says_and_not_where_its_base_did() -> None:
     [({"lane": "db"}, DB), ({"execution": "serial"}, SERIAL), ({"execution": "event_loop"}, LOOP)],
     ids=["lane", "serial", "event_loop"],
 )
-def test_a_generator_endpoint_is_iterated_where_it_says(
-    options: Any, place: str, is_compiled: bool
-) -> None:
+def test_a_generator_is_iterated_where_it_says(options: Any, place: str, is_compiled: bool) -> None:
     app = FastAPI()
     app.router.route_class = APIRoute if is_compiled else OwnRoute
     closed: list[str] = []

@@ -202,9 +202,7 @@ def test_a_layer_that_a_replica_puts_on_its_app_is_entered_from_then_on(
         assert entered == ["/"]
 
 
-async def test_an_exit_of_a_dependency_that_fastapi_calls_is_answered_by_the_users_handler() -> (
-    None
-):
+async def test_an_exit_of_a_dependency_of_fastapi_is_answered_by_the_users_handler() -> None:
     app = FastAPI()
 
     @app.exception_handler(Exception)

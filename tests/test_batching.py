@@ -532,9 +532,7 @@ async def test_an_exception_among_the_results_is_a_value_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-async def test_with_per_item_errors_an_exception_among_the_results_is_its_callers(
-    name: str,
-) -> None:
+async def test_with_per_item_errors_an_exception_as_a_result_is_its_callers(name: str) -> None:
     error = ERRORS[name]()
     f = batched(lambda xs: [1, error, 3], batch_wait_timeout_s=0, per_item_errors=True)
     one, failed, three = await all_of(f(1), f(2), f(3), errors=True)
@@ -550,9 +548,7 @@ async def test_with_per_item_errors_an_exception_among_the_results_is_its_caller
 
 @pytest.mark.parametrize("written", ["async def", "def"])
 @pytest.mark.parametrize("name", ERRORS)
-async def test_whatever_a_handler_raises_each_caller_gets_and_the_next_batch_runs(
-    name: str, written: str
-) -> None:
+async def test_each_caller_gets_an_error_and_the_next_batch_runs(name: str, written: str) -> None:
     def handler(xs: list[int]) -> list[int]:
         if xs[0] == 0:
             boom(name)
@@ -803,9 +799,7 @@ async def failing(items: AsyncIterator[Any]) -> tuple[list[Any], Exception]:
 
 @both_generators
 @pytest.mark.parametrize("name", ERRORS)
-async def test_an_error_of_a_generator_reaches_those_whose_stream_goes_on(
-    name: str, written: str
-) -> None:
+async def test_an_error_of_a_generator_reaches_the_open_streams(name: str, written: str) -> None:
     def steps(xs: list[int]) -> Iterator[list[Any]]:
         yield xs
         yield [StopIteration, *xs[1:]]

@@ -75,9 +75,7 @@ def ran_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     "row", [*ROWS, *PROCESS_ROWS], ids=lambda row: f"{row.name}-{row.setup}".strip("-")
 )
-def test_both_sides_of_a_row_answer_alike(
-    row: Row, side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_sides_of_a_row_agree(row: Row, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served: Served = getattr(row, side)
     module, name = served.app.split(":")
     for variable, value in served.env.items():
@@ -318,9 +316,7 @@ def test_without_wrk_it_says_so() -> None:
     assert ran.stderr == "wrk is missing; get it with `apt-get install wrk`\n"
 
 
-def test_a_peer_that_is_not_installed_is_left_out_with_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_peer_is_left_out_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     absent = Peer("Absent", "no-such-peer", lambda *_: [], STAY)
 
     assert list(installed([absent])) == []

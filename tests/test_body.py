@@ -162,9 +162,7 @@ def test_a_large_body_that_stops_is_answered_408_and_frees_its_slot(path: str) -
     assert log.entries.count("began") == log.entries.count("ended")
 
 
-def test_a_response_that_has_begun_is_cut_when_its_body_stops(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_response_is_cut_when_its_body_stops(caplog: pytest.LogCaptureFixture) -> None:
     port = served(uploads(Log()), body_idle_timeout_s=IDLE_S)
     with caplog.at_level(logging.WARNING, "ingress"), Connection(port) as connection:
         post(connection, "/echo", LARGE, BUFFER_BYTES)
@@ -225,9 +223,7 @@ def drip(connection: Connection, part: bytes = b"x") -> Answer:
 @pytest.mark.parametrize(
     ("path", "is_chunked"), [("/stream", True), ("/parameter", False), ("/def-parameter", False)]
 )
-def test_a_body_that_drips_is_answered_408_and_closed(
-    path: str, is_chunked: bool, grace: float
-) -> None:
+def test_a_dripping_body_is_a_408_and_closed(path: str, is_chunked: bool, grace: float) -> None:
     port = served(uploads(Log()), min_body_rate=1_000)
     with Connection(port) as connection:
         length = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 100000"

@@ -100,9 +100,7 @@ def test_the_same_node_twice_is_one_deployment() -> None:
     assert built.ingress.init_args == (HandleSlot("leaf"), [HandleSlot("leaf")])
 
 
-def test_nodes_of_one_name_are_numbered_with_a_warning_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nodes_of_one_name_are_numbered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     taken = leaf.options(name="leaf_1").bind()
     with caplog.at_level(logging.WARNING, logger="ingress"):
         built = build(Node.bind(taken, leaf.bind(), leaf.bind(), Node.bind()), "app")

@@ -447,9 +447,7 @@ def test_a_request_that_ends_by_itself_leaves_its_children_running(
     assert seen.ended == ["child done"]
 
 
-def test_calls_made_elsewhere_are_not_cancelled_with_it(
-    parent: DeploymentHandle, seen: Seen
-) -> None:
+def test_calls_from_elsewhere_are_not_cancelled(parent: DeploymentHandle, seen: Seen) -> None:
     response = parent.elsewhere.remote()
     seen.wait_for_began(2)
     response.cancel()
@@ -464,9 +462,7 @@ def ongoing(name: str) -> int:
     return sum(replica.ongoing for replica in deployment.replicas)
 
 
-def test_one_request_does_not_cancel_the_children_of_another(
-    parent: DeploymentHandle, seen: Seen
-) -> None:
+def test_a_request_cancels_no_children_of_another(parent: DeploymentHandle, seen: Seen) -> None:
     one, other = parent.awaits.remote(), parent.awaits.remote()
     seen.wait_for_began(2)
     one.cancel()
@@ -476,9 +472,7 @@ def test_one_request_does_not_cancel_the_children_of_another(
     assert other.result(timeout_s=PATIENCE_S) == "child"
 
 
-def test_a_finally_block_may_call_after_the_cancellation(
-    parent: DeploymentHandle, seen: Seen
-) -> None:
+def test_a_finally_block_may_call_when_cancelled(parent: DeploymentHandle, seen: Seen) -> None:
     response = parent.cleans_up.remote()
     seen.wait_for_began()
     response.cancel()
@@ -599,9 +593,7 @@ def one_slot(seen: Seen) -> DeploymentHandle:
     return serve.run(bind(child, seen), route_prefix=None)
 
 
-def test_cancel_while_its_arguments_are_on_their_way(
-    one_slot: DeploymentHandle, seen: Seen
-) -> None:
+def test_cancel_while_its_arguments_are_awaited(one_slot: DeploymentHandle, seen: Seen) -> None:
     argument = one_slot.remote("argument")
     seen.wait_for_began()
     waiting = one_slot.remote(argument)

@@ -76,9 +76,7 @@ def test_replicas_are_added_and_drained(engine: LocalEngine, gate: Gate) -> None
     assert [each.replica_id for each in overview("Gated").replicas] == ["0"]
 
 
-def test_no_request_is_lost_while_replicas_come_and_go(
-    engine: LocalEngine, switch_interval: None
-) -> None:
+def test_no_request_is_lost_as_replicas_change(engine: LocalEngine, switch_interval: None) -> None:
     @serve.deployment(max_ongoing_requests=4)
     class Brief:
         async def __call__(self) -> str:

@@ -353,9 +353,7 @@ def test_one_request_at_a_time_has_its_instance_for_itself_not_its_module(
     assert found(as_file) == found(as_application) == expected(program)
 
 
-def test_a_decorator_of_a_library_is_looked_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_decorator_is_unwrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = in_class(HEAD, "@functools.lru_cache\nasync def f(self): ...  #: IG104")
 
     report = checked_as_application(tmp_path, monkeypatch, program, Settings(), migrate=True)

@@ -182,9 +182,7 @@ def test_an_engine_that_is_not_there_is_one_line(folder: Path, extra: list[str])
         ("failing:failing", ["in __init__", "ValueError: no model", "deployment 'F' failed"]),
     ],
 )
-def test_an_error_of_the_users_code_shows_its_traceback(
-    folder: Path, target: str, lines: list[str]
-) -> None:
+def test_an_error_of_user_code_has_a_traceback(folder: Path, target: str, lines: list[str]) -> None:
     result = run_ingress(folder, "run", target, "--port", "0")
 
     for line in lines:

@@ -46,9 +46,7 @@ def replica(name: str = "default") -> Any:
 
 
 @pytest.mark.parametrize("other_s", [TIMEOUT_S, LONG_S, None], ids=["both", "later", "none"])
-def test_what_a_batch_calls_has_the_latest_deadline_of_its_requests(
-    separate: str, other_s: float | None
-) -> None:
+def test_a_batchs_calls_have_its_latest_deadline(separate: str, other_s: float | None) -> None:
     deadlines: list[float | None] = []
     outcomes: list[BaseException | str] = []
     asked, release = Latch(), Latch()
@@ -332,9 +330,7 @@ def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> 
 
 
 @pytest.mark.parametrize("by", ["itself", "a batch"])
-def test_a_request_is_told_that_its_time_is_up_before_it_hears_of_its_children(
-    separate: str, by: str
-) -> None:
+def test_a_request_is_told_of_its_deadline_before_its_children(separate: str, by: str) -> None:
     """The timers of the request and its children are on different loops, in no fixed order."""
     app = FastAPI()
     asked: list[Any] = []

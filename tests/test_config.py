@@ -176,9 +176,7 @@ CYCLE.append(CYCLE)
         pytest.param({"a": CYCLE}, "user_config['a'][0] ", id="cycle"),
     ],
 )
-def test_user_config_that_json_cannot_hold_is_refused_with_the_path(
-    user_config: Any, path: str
-) -> None:
+def test_user_config_json_cannot_hold_is_refused_with_the_path(user_config: Any, path: str) -> None:
     with pytest.raises(ValueError, match="is not JSON-serializable") as caught:
         DeploymentConfig(user_config=user_config)
 

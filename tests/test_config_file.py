@@ -99,9 +99,7 @@ def folder(tmp_path: Path) -> Path:
 # What is refused
 
 
-def test_every_unknown_key_is_named_with_its_place_its_path_and_the_nearest_name(
-    tmp_path: Path,
-) -> None:
+def test_every_unknown_key_is_named_with_its_place_path_and_nearest_name(tmp_path: Path) -> None:
     text = """
 application: []
 applications:

@@ -391,9 +391,7 @@ def test_worker_processes_have_the_same_limits(tmp_path: Path, arguments: tuple[
     assert 503 in {each.status for each in answers}
 
 
-def test_the_environment_is_beaten_by_the_command_line_and_by_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_yields_to_command_line_and_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIMIT_CONNECTIONS, "7")
     monkeypatch.setenv(MAX_HEADER_BYTES, "1000")
     settings = Settings.from_environment()

@@ -271,9 +271,7 @@ def test_a_constructor_that_raises_fails_the_start_and_leaves_nothing(
     assert threads() <= before
 
 
-def test_a_constructor_that_raises_takes_the_children_of_its_application_with_it(
-    separate: str,
-) -> None:
+def test_a_constructor_that_raises_takes_its_applications_children_with_it(separate: str) -> None:
     deleted = threading.Event()
 
     @serve.deployment

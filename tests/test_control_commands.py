@@ -135,9 +135,7 @@ def test_a_bad_request_is_answered_and_harms_no_other(runtime: Path) -> None:
         assert RunningServer(1, control.path).ask("echo") == {}
 
 
-def test_requests_of_many_threads_are_answered_to_those_that_asked(
-    runtime: Path, switch_interval: None
-) -> None:
+def test_requests_of_many_threads_get_their_answers(runtime: Path, switch_interval: None) -> None:
     with ControlSocket({"echo": echo}) as control:
         assert control.path is not None
         server = RunningServer(1, control.path)
@@ -314,9 +312,7 @@ def test_a_client_of_another_user_gets_no_answer(runtime: Path) -> None:
     assert json.loads(told.stdout) == {"error": "this server belongs to another user"}
 
 
-def test_files_that_are_no_sockets_of_our_servers_are_neither_asked_nor_deleted(
-    runtime: Path,
-) -> None:
+def test_files_that_are_no_sockets_of_ours_are_neither_asked_nor_deleted(runtime: Path) -> None:
     runtime.mkdir(mode=0o700)
     elsewhere = runtime.parent / "1.sock"
     with (
@@ -383,9 +379,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_no_text_of_a_server_is_a_command_to_the_terminal(
-    runtime: Path, command: list[str]
-) -> None:
+def test_no_text_of_a_server_commands_the_terminal(runtime: Path, command: list[str]) -> None:
     runtime.mkdir(mode=0o700)
     with listening(runtime / "4711.sock", ANSWERS):
         told = CliRunner().invoke(cli.app, command)

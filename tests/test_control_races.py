@@ -708,9 +708,7 @@ def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails
 
 
 @pytest.mark.parametrize("after", [{"num_replicas": 3}, {"autoscaling_config": SCALED}])
-def test_a_change_while_its_deployment_is_updated_survives_an_update_that_fails(
-    after: dict[str, Any],
-) -> None:
+def test_a_change_during_an_update_survives_if_the_update_fails(after: dict[str, Any]) -> None:
     begun, may_end = patient(), patient()
 
     def version(text: str, **options: Any) -> Any:

@@ -94,9 +94,7 @@ class Exits:
     ],
     ids=["routes", "constructor", "app", "exit"],
 )
-def test_one_replica_that_does_not_start_fails_it_all_and_leaves_nothing(
-    target: Any, name: str, says: str
-) -> None:
+def test_one_failed_start_fails_all_and_leaves_nothing(target: Any, name: str, says: str) -> None:
     before = threading.active_count()
     with pytest.raises((RuntimeError, TypeError), match=says) as caught:
         serve.run(target, route_prefix=None)
@@ -227,9 +225,7 @@ def can_hide() -> bool:
 @pytest.mark.parametrize(
     ("hard", "told"), [(1000, "served"), (300, "and this process may open 300; raise the limit")]
 )
-def test_applications_start_in_a_chroot_without_the_list_of_descriptors(
-    hard: int, told: str
-) -> None:
+def test_applications_start_in_a_chroot_without_a_descriptor_list(hard: int, told: str) -> None:
     assert told in run_python(LIMITED.format(hard=hard), *IN_BARE_CHROOT)
 
 

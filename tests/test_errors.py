@@ -208,9 +208,7 @@ def records(server: ServerProcess, text: str) -> list[str]:
     return [each for each in found if text in each.partition("\n")[0]]
 
 
-def test_a_failure_is_logged_once_with_whose_it_is_and_the_frames_of_the_users(
-    server: ServerProcess,
-) -> None:
+def test_a_failure_is_logged_once_with_owner_and_the_users_frames(server: ServerProcess) -> None:
     get(server.port, "/boom/7", "X-Request-Id: the-seventh\r\n")
     (record,) = records(server, "the-seventh")
     lines = record.splitlines()
@@ -290,9 +288,7 @@ async def test_a_client_in_the_same_process_gets_the_error() -> None:
 
 
 @pytest.mark.parametrize("separate", ["0", "1"])
-def test_a_handler_gets_the_error_and_whose_it_is(
-    monkeypatch: pytest.MonkeyPatch, separate: str
-) -> None:
+def test_a_handler_gets_the_error_and_owner(monkeypatch: pytest.MonkeyPatch, separate: str) -> None:
     class Keeping(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             kept.append(record)

@@ -216,9 +216,7 @@ async def test_a_plan_says_what_happens_and_why(
 
 
 @pytest.mark.parametrize("flag", [False, True], ids=["loop", "thread"])
-async def test_a_sync_generator_keeps_one_thread_and_one_context_for_its_life(
-    flag: bool, pool: WorkerPool
-) -> None:
+async def test_a_sync_generator_keeps_one_thread_and_context(flag: bool, pool: WorkerPool) -> None:
     threads: list[str] = []
 
     def items() -> Iterator[str]:
@@ -385,9 +383,7 @@ async def test_an_exit_from_the_finally_of_a_closed_generator_is_contained_too(
 
 @pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
 @pytest.mark.parametrize("how", ["async", "def"])
-async def test_a_requested_cancellation_stays_a_cancellation(
-    how: str, flag: bool, pool: WorkerPool
-) -> None:
+async def test_a_requested_cancellation_stays_one(how: str, flag: bool, pool: WorkerPool) -> None:
     started = threading.Event()
     leave = threading.Event()
 

@@ -213,9 +213,7 @@ def test_an_answer_outlives_the_loop_that_asked(child: DeploymentHandle) -> None
 
 
 @pytest.mark.anyio
-async def test_result_and_for_in_a_loop_are_an_error_that_says_what_to_do(
-    child: DeploymentHandle,
-) -> None:
+async def test_result_and_for_in_a_loop_are_an_error_with_the_fix(child: DeploymentHandle) -> None:
     with pytest.raises(RuntimeError, match="Use `await response`"):
         child.remote().result()
     with pytest.raises(RuntimeError, match="async for"):
@@ -223,9 +221,7 @@ async def test_result_and_for_in_a_loop_are_an_error_that_says_what_to_do(
 
 
 @pytest.mark.anyio
-async def test_what_user_code_raises_is_raised_as_often_as_one_asks(
-    child: DeploymentHandle,
-) -> None:
+async def test_what_user_code_raises_is_raised_at_each_ask(child: DeploymentHandle) -> None:
     response = child.fail.remote()
     for _ in range(2):
         with pytest.raises(KeyError, match="mine"):
@@ -249,9 +245,7 @@ async def test_cancelling_the_awaiter_cancels_the_request(child: DeploymentHandl
 # Responses as arguments.
 
 
-def test_responses_as_arguments_are_resolved_by_place_and_by_name_side_by_side(
-    child: DeploymentHandle,
-) -> None:
+def test_responses_as_arguments_are_resolved_by_place_and_by_name(child: DeploymentHandle) -> None:
     assert result(child.remote(child.remote(1))) == 1
     assert result(child.remote(value=child.remote(2))) == 2
     assert result(child.remote(child.remote(child.remote(3)))) == 3
@@ -430,17 +424,13 @@ def test_an_option_of_another_type_is_refused_by_name(
 
 
 @pytest.mark.parametrize("timeout_s", ["1", True, float("inf"), float("nan")])
-def test_a_timeout_that_is_no_time_is_refused_by_name(
-    child: DeploymentHandle, timeout_s: Any
-) -> None:
+def test_a_timeout_that_is_none_is_refused_by_name(child: DeploymentHandle, timeout_s: Any) -> None:
     with pytest.raises(TypeError, match="timeout_s must be a number of seconds, got"):
         child.remote().result(timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_of_a_handle_is_the_handle(
-    child: DeploymentHandle, copied: Callable[[Any], Any]
-) -> None:
+def test_a_copied_handle_is_the_same(child: DeploymentHandle, copied: Callable[[Any], Any]) -> None:
     assert copied([child])[0] is child
     assert (child.deployment_name, child.app_name) == ("Child", "default")
     assert "Child" in repr(child)
@@ -453,9 +443,7 @@ def test_handles_of_one_deployment_with_the_same_options_are_equal(child: Deploy
     assert child != "Child"
 
 
-def test_the_shutdown_of_a_handle_is_a_warning_and_the_handle_goes_on(
-    child: DeploymentHandle,
-) -> None:
+def test_the_shutdown_of_a_handle_is_a_warning_and_it_goes_on(child: DeploymentHandle) -> None:
     with pytest.warns(UserWarning, match=r"handle.shutdown\(\) has no effect") as told:
         child.shutdown()
     assert told[0].filename == __file__

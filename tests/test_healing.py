@@ -212,9 +212,7 @@ def test_a_loop_that_does_not_turn_is_replaced_and_comes_back(script: Script, so
     assert overview("Wedging").message == ""
 
 
-def test_no_more_replicas_than_wanted_are_replaced_while_they_are_stuck(
-    script: Script, soon: None
-) -> None:
+def test_no_more_stuck_replicas_than_wanted_are_replaced(script: Script, soon: None) -> None:
     handle = serve.run(wedging(script, max_ongoing_requests=1), route_prefix=None)
     stuck = [handle.wedge.remote()]
     wait_until(lambda: ids("Wedging") == ["0", "1"])

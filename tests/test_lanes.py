@@ -550,9 +550,7 @@ def test_calls_that_wait_for_each_other_in_a_lane_all_end_whenever_they_are_canc
 
 
 @FEW_FLAGS
-def test_one_thread_constructs_serves_and_deletes_a_class_with_a_serial_method(
-    flags: Settings,
-) -> None:
+def test_one_thread_makes_serves_and_deletes_a_class_with_a_serial_method(flags: Settings) -> None:
     threads: list[tuple[str, int]] = []
 
     class Api:

@@ -354,9 +354,7 @@ logging.getLogger("ingress").warning("after")
 """
 
 
-def test_in_a_program_only_the_deployments_with_a_config_are_logged_otherwise(
-    tmp_path: Path,
-) -> None:
+def test_in_a_program_only_deployments_with_a_config_are_logged_otherwise(tmp_path: Path) -> None:
     done = python(tmp_path, SCRIPT.replace("START", ""))
 
     lines = done.stderr.splitlines()

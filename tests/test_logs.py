@@ -140,9 +140,7 @@ def test_the_record_of_a_constructor_has_its_replica(users: Remembering) -> None
     }
 
 
-def test_a_value_of_the_program_for_a_field_is_kept_and_refused_by_no_logger(
-    users: Remembering,
-) -> None:
+def test_a_value_of_the_program_for_a_field_is_kept_by_each_logger(users: Remembering) -> None:
     handle = serve.run(bind(Writer), route_prefix=None)
     handle.with_own_id.remote().result(timeout_s=PATIENCE_S)
     serve.shutdown()

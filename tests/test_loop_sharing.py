@@ -397,9 +397,7 @@ def test_code_without_such_an_object_has_loops_of_its_own(load: Any, source: str
     assert found_in(load(source).A.bind()) == []
 
 
-def test_an_object_that_only_a_function_without_callers_names_is_found_with_that_function(
-    load: Any,
-) -> None:
+def test_an_object_named_in_a_function_without_callers_is_found_with_it(load: Any) -> None:
     module = load(
         "lock = asyncio.Lock()\nasync def unused():\n    await lock.acquire()\n"
         + CLASS.format("return 1")
@@ -554,9 +552,7 @@ def test_own_loops_are_own_although_an_object_is_shared() -> None:
     assert len({loop for _, loop in found}) == len({replica for replica, _ in found}) == 2
 
 
-def test_one_line_names_object_file_and_line_and_the_options(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_line_names_object_file_line_and_options(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ingress"):
         serve.run(bind(Locks), route_prefix=None)
 
@@ -622,9 +618,7 @@ def test_a_wrong_loop_is_refused_where_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("kind", ["function", "app"])
-def test_an_error_about_another_loop_says_what_to_do(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_about_another_loop_has_a_fix(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     target: Any = Locked if kind == "function" else Served
     port = served(bind(target.options(loop="own")))
     with ThreadPoolExecutor(24) as threads:
@@ -707,9 +701,7 @@ def test_the_check_names_what_two_deployments_share(load: Any, tmp_path: Path) -
     assert "the replicas of A and B share a loop" in found.message
 
 
-def test_the_first_code_of_the_rules_page_is_found_and_the_second_is_not(
-    load: Any, tmp_path: Path
-) -> None:
+def test_only_the_first_code_of_the_rules_page_is_found(load: Any, tmp_path: Path) -> None:
     wrong, right = [text for _, text in blocks(ROOT / "docs/rules/IG111.md")]
     found = {}
     for name, source in (("wrong", wrong), ("right", right)):

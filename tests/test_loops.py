@@ -128,9 +128,7 @@ def test_a_drain_gives_each_request_its_own_context(home: EventLoopThread) -> No
 @pytest.mark.parametrize(
     "error", [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError]
 )
-def test_one_raising_item_does_not_strand_the_others(
-    home: EventLoopThread, error: type[BaseException]
-) -> None:
+def test_a_raising_item_strands_no_other(home: EventLoopThread, error: type[BaseException]) -> None:
     reported: list[Any] = []
     home.loop.call_soon_threadsafe(
         home.loop.set_exception_handler, lambda loop, context: reported.append(context)
@@ -215,9 +213,7 @@ def test_posting_while_the_loop_closes_loses_nothing(seed: int, switch_interval:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_posting_while_a_borrowed_loop_closes_loses_nothing(
-    seed: int, switch_interval: None
-) -> None:
+def test_posting_as_a_borrowed_loop_closes_loses_nothing(seed: int, switch_interval: None) -> None:
     """Its lender closes the loop without notice; `stop` hands back the remaining items."""
     delivered: list[int] = []
     buried: list[int] = []
@@ -344,9 +340,7 @@ def test_stop_also_ends_what_tasks_start_while_they_end() -> None:
 
 
 @pytest.mark.parametrize("how", ["exit", "swallow", "agen"])
-def test_stop_ends_every_task_although_one_of_them_misbehaves(
-    how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stop_ends_every_task_if_one_misbehaves(how: str, caplog: pytest.LogCaptureFixture) -> None:
     home = EventLoopThread("home")
     ready = threading.Barrier(2)
     ended = threading.Event()
