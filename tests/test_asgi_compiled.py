@@ -571,11 +571,9 @@ def test_whatever_a_dependency_is_it_is_called_as_by_fastapi(depends_on: Any) ->
     alike(declare, *(get("/7", query, headers=headers) for query in ("", "q=1", "q=x")))
 
 
-def test_a_dependency_that_is_added_to_a_served_route_is_called() -> None:
+def test_a_dependency_that_is_added_to_a_served_route_is_called(app: FastAPI) -> None:
     async def added() -> None:
         events.append("added")
-
-    app = FastAPI()
 
     @ingress(app)
     class Service:
@@ -807,7 +805,7 @@ def test_what_python_takes_for_json_and_fastapi_changes_is_not_taken_for_json() 
 # Behaviour that fewer exit stacks must not change.
 
 
-def test_what_a_route_class_puts_before_its_app_stays_there() -> None:
+def test_what_a_route_class_puts_before_its_app_stays_there(app: FastAPI) -> None:
     class Marked(APIRoute):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -819,7 +817,6 @@ def test_what_a_route_class_puts_before_its_app_stays_there() -> None:
 
             self.app = marked
 
-    app = FastAPI()
     app.router.route_class = Marked
 
     @ingress(app)
@@ -859,9 +856,8 @@ def test_an_override_with_yield_ends_before_the_response_is_complete_as_in_fasta
     assert events == ["endpoint", "enter", "endpoint", "exit"]
 
 
-def test_an_uploaded_file_is_closed_after_the_request() -> None:
+def test_an_uploaded_file_is_closed_after_the_request(app: FastAPI) -> None:
     files: list[UploadFile] = []
-    app = FastAPI()
 
     @ingress(app)
     class Service:

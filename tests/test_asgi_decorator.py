@@ -150,19 +150,15 @@ def test_a_builder_that_returns_no_app_fails_the_start() -> None:
         serve(K).__enter__()
 
 
-def test_the_class_stays_the_class_and_carries_the_spec() -> None:
+def test_the_class_stays_the_class_and_carries_the_spec(app: FastAPI) -> None:
     class K:
         pass
-
-    app = FastAPI()
 
     assert ingress(app)(K) is K
     assert K.__ingress_spec__ == IngressSpec(app)  # type: ignore[attr-defined]
 
 
-def test_a_subclass_inherits_the_app() -> None:
-    app = FastAPI()
-
+def test_a_subclass_inherits_the_app(app: FastAPI) -> None:
     @ingress(app)
     class Base:
         name = "base"
@@ -240,8 +236,7 @@ def test_what_is_no_app_is_refused(app: Any, type_name: str) -> None:
     assert f"of type {type_name}" in str(caught.value)
 
 
-def test_a_method_without_self_is_refused() -> None:
-    app = FastAPI()
+def test_a_method_without_self_is_refused(app: FastAPI) -> None:
     with pytest.raises(RayServeException, match="must have ``self`` as their first arg") as caught:
 
         @ingress(app)
@@ -253,8 +248,7 @@ def test_a_method_without_self_is_refused() -> None:
     assert "K.root()" in str(caught.value)
 
 
-def test_a_method_with_only_keyword_parameters_is_refused() -> None:
-    app = FastAPI()
+def test_a_method_with_only_keyword_parameters_is_refused(app: FastAPI) -> None:
     with pytest.raises(RayServeException, match="must have ``self`` as their first argument"):
 
         @ingress(app)
@@ -264,8 +258,7 @@ def test_a_method_with_only_keyword_parameters_is_refused() -> None:
                 ...
 
 
-def test_a_positional_only_parameter_is_refused() -> None:
-    app = FastAPI()
+def test_a_positional_only_parameter_is_refused(app: FastAPI) -> None:
     with pytest.raises(TypeError, match="'name' is positional-only"):
 
         @ingress(app)
@@ -274,9 +267,7 @@ def test_a_positional_only_parameter_is_refused() -> None:
             def root(self, name: str, /) -> None: ...
 
 
-def test_a_positional_only_self_is_served() -> None:
-    app = FastAPI()
-
+def test_a_positional_only_self_is_served(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/")
@@ -287,9 +278,7 @@ def test_a_positional_only_self_is_served() -> None:
         assert client.get("/?name=x").json() == "x"
 
 
-def test_a_method_given_to_starlettes_add_route_is_refused() -> None:
-    app = FastAPI()
-
+def test_a_method_given_to_starlettes_add_route_is_refused(app: FastAPI) -> None:
     class K:
         def root(self, request: Request) -> None: ...
 
@@ -331,9 +320,7 @@ def test_a_method_on_an_included_router_is_checked_too() -> None:
         ingress(app)(K)
 
 
-def test_what_is_declared_after_the_class_is_checked_when_it_is_built() -> None:
-    app = FastAPI()
-
+def test_what_is_declared_after_the_class_is_checked_when_it_is_built(app: FastAPI) -> None:
     @ingress(app)
     class K:
         def root(self, name: str, /) -> None: ...

@@ -235,10 +235,8 @@ async def test_a_failing_websocket_raises_an_exception(error: str) -> None:
     assert messages[0]["type"] == "websocket.accept"
 
 
-async def test_a_cancelled_request_is_cancelled() -> None:
+async def test_a_cancelled_request_is_cancelled(app: FastAPI) -> None:
     waiting = asyncio.Event()
-    app = FastAPI()
-
     add_passing(app)
 
     @app.get("/")
@@ -302,9 +300,8 @@ async def test_an_endpoint_below_middlewares_is_cancelled_once(middleware: int, 
     assert seen == [*(["shielded"] if how == "shields" else []), "cancelled", "finally"]
 
 
-async def test_a_middleware_that_fails_cancels_the_endpoint_below_it() -> None:
+async def test_a_middleware_that_fails_cancels_the_endpoint_below_it(app: FastAPI) -> None:
     seen: list[str] = []
-    app = FastAPI()
 
     @app.middleware("http")
     async def failing(request: Request, call_next: Callable[..., Any]) -> Response:
@@ -327,9 +324,7 @@ async def test_a_middleware_that_fails_cancels_the_endpoint_below_it() -> None:
     assert seen == ["finally"]
 
 
-async def test_an_exit_in_a_middleware_between_others_is_contained() -> None:
-    app = FastAPI()
-
+async def test_an_exit_in_a_middleware_between_others_is_contained(app: FastAPI) -> None:
     @app.middleware("http")
     async def exiting(request: Request, call_next: Callable[..., Any]) -> Response:
         raise SystemExit
@@ -359,7 +354,7 @@ async def test_an_exit_below_a_mount_of_a_mount_is_contained() -> None:
     assert is_answered(messages, 500)
 
 
-async def test_a_middleware_that_cancels_what_it_began_answers_for_it() -> None:
+async def test_a_middleware_that_cancels_what_it_began_answers_for_it(app: FastAPI) -> None:
     class Impatient:
         def __init__(self, app: Any) -> None:
             self.app = app
@@ -377,7 +372,6 @@ async def test_a_middleware_that_cancels_what_it_began_answers_for_it() -> None:
                 await self.app(scope, receive, cancelling_send)
             await PlainTextResponse("too late", status_code=408)(scope, receive, send)
 
-    app = FastAPI()
     app.add_middleware(Impatient)
 
     @app.get("/")
@@ -416,8 +410,7 @@ async def test_an_exit_of_a_raw_app_is_contained() -> None:
     assert messages == []
 
 
-async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean() -> None:
-    app = FastAPI()
+async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean(app: FastAPI) -> None:
     app.add_middleware(GZipMiddleware)  # holds the start back until the body
 
     class Broken(Response):
@@ -435,9 +428,7 @@ async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean() -> Non
     assert is_answered(messages, 500)
 
 
-async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut() -> None:
-    app = FastAPI()
-
+async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut(app: FastAPI) -> None:
     class Hiding:
         def __init__(self, app: Any) -> None:
             self.app = app
@@ -485,9 +476,7 @@ async def test_a_background_failure_that_a_middleware_hides_leaves_the_answer_wh
     assert is_answered(messages, 200)
 
 
-async def test_an_exit_in_the_handler_for_every_exception_is_contained() -> None:
-    app = FastAPI()
-
+async def test_an_exit_in_the_handler_for_every_exception_is_contained(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def handle(request: Request, error: Exception) -> Response:
         raise SystemExit
@@ -502,9 +491,7 @@ async def test_an_exit_in_the_handler_for_every_exception_is_contained() -> None
     assert messages == []
 
 
-async def test_the_users_handler_for_every_exception_answers_an_exit() -> None:
-    app = FastAPI()
-
+async def test_the_users_handler_for_every_exception_answers_an_exit(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def handle(request: Request, error: Exception) -> Response:
         return PlainTextResponse(type(error).__name__, status_code=500)

@@ -100,9 +100,7 @@ def test_endpoints_and_dependencies_run_where_they_say() -> None:
     }
 
 
-def test_an_override_runs_where_it_says_and_not_where_its_base_did() -> None:
-    app = FastAPI()
-
+def test_an_override_runs_where_it_says_and_not_where_its_base_did(app: FastAPI) -> None:
     class Base:
         @app.get("/placed")
         def placed(self) -> str:
@@ -215,8 +213,7 @@ def test_both_halves_of_a_yield_dependency_run_where_it_says(options: Any, place
         wait_until(lambda: events[left:] == [f"left in {place}"])
 
 
-def test_a_dependency_of_the_class_with_yield_runs_where_it_says() -> None:
-    app = FastAPI()
+def test_a_dependency_of_the_class_with_yield_runs_where_it_says(app: FastAPI) -> None:
     left: list[str] = []
 
     class Api:

@@ -104,14 +104,12 @@ async def frames_in_layers(app: FastAPI, path: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("path", ["/items/7", "/def", "/stream"])
-async def test_a_simple_request_enters_no_layer(path: str) -> None:
-    app = FastAPI()
+async def test_a_simple_request_enters_no_layer(path: str, app: FastAPI) -> None:
     declare(app)
     assert await frames_in_layers(app, path) == {}
 
 
-async def test_a_response_that_gets_the_scope_is_sent_inside_of_the_layers() -> None:
-    app = FastAPI()
+async def test_a_response_that_gets_the_scope_is_sent_inside_of_the_layers(app: FastAPI) -> None:
     declare(app)
     assert set(await frames_in_layers(app, "/scope")) == {
         each.__name__ for each in (*LAYERS, Router)

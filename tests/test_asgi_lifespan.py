@@ -117,11 +117,10 @@ async def test_what_the_lifespan_raises_is_raised(
     assert caught.value is raised or caught.value.__cause__ is raised
 
 
-async def test_a_middleware_that_cannot_be_built_fails_the_start() -> None:
+async def test_a_middleware_that_cannot_be_built_fails_the_start(app: FastAPI) -> None:
     def broken(app: Any) -> Any:
         raise LookupError("no config")
 
-    app = FastAPI()
     app.add_middleware(broken)
 
     cls = ingress(app)()
@@ -282,8 +281,7 @@ def test_start_up_handlers_of_included_routers_run() -> None:
     assert log == ["up", "down"]
 
 
-def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app() -> None:
-    app = FastAPI()
+def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app(app: FastAPI) -> None:
     app.state.shared = "shared"
 
     @ingress(app)
@@ -333,7 +331,7 @@ def test_a_starlette_has_a_state_of_its_own_in_each_replica() -> None:
         assert [client.get("/").text for _ in range(4)] == ["1", "1", "2", "2"]
 
 
-async def test_middleware_is_made_for_each_replica() -> None:
+async def test_middleware_is_made_for_each_replica(app: FastAPI) -> None:
     made: list[Any] = []
 
     class Counting:
@@ -344,7 +342,6 @@ async def test_middleware_is_made_for_each_replica() -> None:
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             await self.app(scope, receive, send)
 
-    app = FastAPI()
     app.add_middleware(Counting)
 
     async with Deployment(ingress(app)(), replicas=2).running():

@@ -37,9 +37,7 @@ def thread() -> str:
     return threading.current_thread().name
 
 
-def test_def_endpoints_run_in_the_replicas_workers_and_async_ones_on_its_loop() -> None:
-    app = FastAPI()
-
+def test_def_endpoints_run_in_the_replicas_workers_and_async_ones_on_its_loop(app: FastAPI) -> None:
     class Callable_:
         def __call__(self) -> str:
             return thread()
@@ -65,9 +63,7 @@ def test_def_endpoints_run_in_the_replicas_workers_and_async_ones_on_its_loop() 
         assert "worker" not in client.get("/async").json()
 
 
-def test_a_sync_decorator_over_an_async_method_is_awaited_on_the_loop() -> None:
-    app = FastAPI()
-
+def test_a_sync_decorator_over_an_async_method_is_awaited_on_the_loop(app: FastAPI) -> None:
     def logged(func: F) -> F:
         @wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +86,7 @@ def test_a_sync_decorator_over_an_async_method_is_awaited_on_the_loop() -> None:
         assert client.get("/").status_code == 422
 
 
-def test_an_endpoint_without_a_hash_is_served() -> None:
+def test_an_endpoint_without_a_hash_is_served(app: FastAPI) -> None:
     @dataclass
     class Greeting:
         text: str
@@ -98,16 +94,13 @@ def test_an_endpoint_without_a_hash_is_served() -> None:
         def __call__(self, name: str) -> str:
             return self.text + name
 
-    app = FastAPI()
     app.get("/")(Greeting("hello "))
 
     with serve(ingress(app)()) as client:
         assert client.get("/?name=x").json() == "hello x"
 
 
-def test_declared_order_is_kept_between_methods_and_functions() -> None:
-    app = FastAPI()
-
+def test_declared_order_is_kept_between_methods_and_functions(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/items/special")
@@ -123,9 +116,7 @@ def test_declared_order_is_kept_between_methods_and_functions() -> None:
         assert client.get("/items/other").json() == "function"
 
 
-def test_an_override_runs_without_being_decorated_again() -> None:
-    app = FastAPI()
-
+def test_an_override_runs_without_being_decorated_again(app: FastAPI) -> None:
     class Base:
         @app.get("/name")
         def name(self, n: int = 1) -> str:
@@ -165,9 +156,7 @@ def test_an_override_with_other_parameters_is_refused_with_both_signatures(overr
         bound(sub)
 
 
-def test_two_methods_of_one_name_each_serve_their_own_route() -> None:
-    app = FastAPI()
-
+def test_two_methods_of_one_name_each_serve_their_own_route(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/first")
@@ -183,9 +172,7 @@ def test_two_methods_of_one_name_each_serve_their_own_route() -> None:
         assert client.get("/second").json() == "second"
 
 
-def test_a_decorator_above_the_route_does_not_run_as_in_fastapi() -> None:
-    app = FastAPI()
-
+def test_a_decorator_above_the_route_does_not_run_as_in_fastapi(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @cached_property
@@ -197,9 +184,7 @@ def test_a_decorator_above_the_route_does_not_run_as_in_fastapi() -> None:
         assert client.get("/").json() == "plain"
 
 
-def test_private_static_and_class_methods_are_served() -> None:
-    app = FastAPI()
-
+def test_private_static_and_class_methods_are_served(app: FastAPI) -> None:
     @ingress(app)
     class K:
         name = "k"
@@ -263,9 +248,7 @@ def test_classes_that_share_an_app_serve_their_own_methods_and_the_functions(fir
         assert list(a.get("/openapi.json").json()["paths"]) == ["/a", "/static", "/free"]
 
 
-def test_a_class_renamed_after_its_body_still_owns_its_methods() -> None:
-    app = FastAPI()
-
+def test_a_class_renamed_after_its_body_still_owns_its_methods(app: FastAPI) -> None:
     class K:
         @app.get("/")
         def root(self) -> str:
@@ -302,7 +285,7 @@ def test_an_include_level_guard_protects_methods() -> None:
         assert client.get("/open/secret").json() == "secret"
 
 
-def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive() -> None:
+def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive(app: FastAPI) -> None:
     class Timed(APIRoute):
         def get_route_handler(self) -> Callable[..., Any]:
             handler = super().get_route_handler()
@@ -314,7 +297,6 @@ def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive() -> None:
 
             return timed
 
-    app = FastAPI()
     app.router.route_class = Timed
 
     def marked(func: F) -> F:
@@ -334,8 +316,7 @@ def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive() -> None:
         assert client.get("/").headers["x-mark"] == "marked!"
 
 
-def test_a_validation_error_names_the_users_file_and_method() -> None:
-    app = FastAPI()
+def test_a_validation_error_names_the_users_file_and_method(app: FastAPI) -> None:
     seen: list[str] = []
 
     @app.exception_handler(RequestValidationError)
@@ -362,9 +343,7 @@ def test_a_validation_error_names_the_users_file_and_method() -> None:
         assert f"in {name}" in text
 
 
-def test_the_prefix_of_the_server_shows_in_urls_and_docs() -> None:
-    app = FastAPI()
-
+def test_the_prefix_of_the_server_shows_in_urls_and_docs(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/items/{n}")
@@ -532,9 +511,7 @@ def test_a_child_that_cannot_answer_is_its_errors_status_and_message(
         (500, ERRORS[-1]),
     ],
 )
-def test_the_users_handler_for_it_is_kept(handled: Any, error: Exception) -> None:
-    app = FastAPI()
-
+def test_the_users_handler_for_it_is_kept(handled: Any, error: Exception, app: FastAPI) -> None:
     @app.exception_handler(handled)
     async def mine(request: Request, error: Exception) -> Response:
         return PlainTextResponse("mine", status_code=418)
@@ -549,9 +526,7 @@ def test_the_users_handler_for_it_is_kept(handled: Any, error: Exception) -> Non
         assert client.get("/").status_code == 418
 
 
-def test_a_websocket_behind_a_busy_child_is_told_to_try_again_later() -> None:
-    app = FastAPI()
-
+def test_a_websocket_behind_a_busy_child_is_told_to_try_again_later(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.websocket("/")
@@ -565,9 +540,7 @@ def test_a_websocket_behind_a_busy_child_is_told_to_try_again_later() -> None:
     assert caught.value.code == 1013
 
 
-def test_an_app_that_was_served_without_a_class_is_bound_all_the_same() -> None:
-    app = FastAPI()
-
+def test_an_app_that_was_served_without_a_class_is_bound_all_the_same(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/")

@@ -82,9 +82,7 @@ def test_the_schema_of_the_items_is_the_same() -> None:
     assert bound(class_app()).openapi() == app_of(Streams()).openapi()
 
 
-def test_a_def_generator_is_iterated_in_one_worker_of_the_replica() -> None:
-    app = FastAPI()
-
+def test_a_def_generator_is_iterated_in_one_worker_of_the_replica(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/")
@@ -99,15 +97,13 @@ def test_a_def_generator_is_iterated_in_one_worker_of_the_replica() -> None:
     assert names.pop().startswith(f'"{WORKER}')
 
 
-def test_a_sync_decorator_over_a_generator_method_streams() -> None:
+def test_a_sync_decorator_over_a_generator_method_streams(app: FastAPI) -> None:
     def logged(func: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return func(*args, **kwargs)
 
         return wrapper
-
-    app = FastAPI()
 
     @ingress(app)
     class K:
@@ -123,9 +119,7 @@ def test_a_sync_decorator_over_a_generator_method_streams() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", ["/sync", "/async"])
-async def test_a_generator_that_exits_after_its_first_item_is_cut(path: str) -> None:
-    app = FastAPI()
-
+async def test_a_generator_that_exits_after_its_first_item_is_cut(path: str, app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/sync")

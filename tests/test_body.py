@@ -291,9 +291,7 @@ def test_a_response_that_has_begun_lets_its_client_send_slowly(grace: float) -> 
         assert connection.answer().body.endswith(b"x" * 7)
 
 
-def test_a_websocket_has_no_least_rate(grace: float) -> None:
-    app = FastAPI()
-
+def test_a_websocket_has_no_least_rate(grace: float, app: FastAPI) -> None:
     @app.websocket("/")
     async def echo(websocket: WebSocket) -> None:
         await websocket.accept()

@@ -393,9 +393,7 @@ def findings(row: Row) -> list[tuple[str, str]]:
     return [(each.id, each.level.value) for each in row.findings]
 
 
-def test_a_def_on_the_loop_is_a_warning_and_what_anyio_runs_a_note() -> None:
-    app = FastAPI()
-
+def test_a_def_on_the_loop_is_a_warning_and_what_anyio_runs_a_note(app: FastAPI) -> None:
     def yields() -> Iterator[int]:
         yield 1
 
@@ -454,9 +452,7 @@ def test_the_limit_of_anyio_is_that_of_the_loop(user: str, monkeypatch: pytest.M
     assert teardown.places[0].threads is None
 
 
-def test_threads_are_no_more_than_what_else_limits_a_function() -> None:
-    app = FastAPI()
-
+def test_threads_are_no_more_than_what_else_limits_a_function(app: FastAPI) -> None:
     def slow() -> int:
         return 1
 
@@ -501,9 +497,7 @@ def test_what_several_routes_share_is_one_row() -> None:
     ]  # fmt: skip
 
 
-def test_the_methods_of_a_base_and_of_another_class_are_told_apart() -> None:
-    app = FastAPI()
-
+def test_the_methods_of_a_base_and_of_another_class_are_told_apart(app: FastAPI) -> None:
     class Base:
         @app.get("/")
         def endpoint(self) -> None: ...

@@ -151,9 +151,7 @@ def test_a_lane_that_the_deployment_does_not_have_is_refused_when_it_is_bound() 
     api.options(lanes={"db": 8}).bind()
 
 
-def test_a_lane_of_a_function_of_the_app_is_refused_when_it_is_run() -> None:
-    app = FastAPI()
-
+def test_a_lane_of_a_function_of_the_app_is_refused_when_it_is_run(app: FastAPI) -> None:
     @app.get("/report")
     @serve.method(lane="db")
     def report() -> None: ...
