@@ -188,6 +188,24 @@ async def answer(app: Any, path: str, **scope: Any) -> tuple[list[dict[str, Any]
         return await request(deployment, path, **scope)
 
 
+async def check(
+    app: Any, error: type[Exception], status: int = 500, path: str = "/", **scope: Any
+) -> None:
+    """Assert that a request is answered whole, and raises an error."""
+    messages, raised = await answer(app, path, **scope)
+
+    assert isinstance(raised, error)
+    assert is_answered(messages, status)
+
+
+async def exits() -> None:
+    raise SystemExit
+
+
+async def exiting(*_: Any) -> Any:
+    raise SystemExit
+
+
 async def failures(path: str, middleware: int) -> AsyncIterator[tuple[list[dict[str, Any]], Any]]:
     """Yield the answer to a request for each error, after one that was served behind it."""
     deployment = Deployment(failing_app(middleware))
@@ -317,24 +335,15 @@ async def test_a_middleware_that_fails_cancels_the_endpoint_below_it(app: FastAP
             await asyncio.gather(turns())
             seen.append("finally")
 
-    messages, raised = await answer(app, "/")
-
-    assert isinstance(raised, TimeoutError)
-    assert is_answered(messages, 500)
+    await check(app, TimeoutError)
     assert seen == ["finally"]
 
 
 async def test_an_exit_in_a_middleware_between_others_is_contained(app: FastAPI) -> None:
-    @app.middleware("http")
-    async def exiting(request: Request, call_next: Callable[..., Any]) -> Response:
-        raise SystemExit
-
+    app.middleware("http")(exiting)
     add_passing(app)
 
-    messages, raised = await answer(app, "/")
-
-    assert isinstance(raised, UserCodeExit)
-    assert is_answered(messages, 500)
+    await check(app, UserCodeExit)
 
 
 async def test_an_exit_below_a_mount_of_a_mount_is_contained() -> None:
@@ -344,14 +353,9 @@ async def test_an_exit_below_a_mount_of_a_mount_is_contained() -> None:
 
     add_passing(inner)
 
-    @inner.get("/")
-    async def root() -> None:
-        raise SystemExit
+    inner.get("/")(exits)
 
-    messages, raised = await answer(app, "/outer/inner/")
-
-    assert isinstance(raised, UserCodeExit)
-    assert is_answered(messages, 500)
+    await check(app, UserCodeExit, path="/outer/inner/")
 
 
 async def test_a_middleware_that_cancels_what_it_began_answers_for_it(app: FastAPI) -> None:
@@ -385,24 +389,14 @@ async def test_a_middleware_that_cancels_what_it_began_answers_for_it(app: FastA
 
 
 async def test_an_exit_in_the_middleware_of_a_mount_is_contained() -> None:
-    async def exiting(scope: Scope, receive: Receive, send: Send) -> None:
-        raise SystemExit
 
-    app = FastAPI(
-        routes=[
-            Mount("/m", app=exiting, middleware=[Middleware(BaseHTTPMiddleware, dispatch=passing)])
-        ]
-    )
+    middleware = [Middleware(BaseHTTPMiddleware, dispatch=passing)]
+    app = FastAPI(routes=[Mount("/m", app=exiting, middleware=middleware)])
 
-    messages, raised = await answer(app, "/m/")
-
-    assert isinstance(raised, UserCodeExit)
-    assert is_answered(messages, 500)
+    await check(app, UserCodeExit, path="/m/")
 
 
 async def test_an_exit_of_a_raw_app_is_contained() -> None:
-    async def exiting(scope: Scope, receive: Receive, send: Send) -> None:
-        raise SystemExit
 
     messages, raised = await answer(exiting, "/")
 
@@ -422,24 +416,26 @@ async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean(app: Fas
     async def root() -> Response:
         return Broken()
 
-    messages, raised = await answer(app, "/", headers=[(b"accept-encoding", b"gzip")])
+    await check(app, LookupError, headers=[(b"accept-encoding", b"gzip")])
 
-    assert isinstance(raised, LookupError)
-    assert is_answered(messages, 500)
+
+class Hiding:
+    """Middleware that ends a failed response, or just swallows the error."""
+
+    def __init__(self, app: Any, *, ends: bool) -> None:
+        self.app = app
+        self.ends = ends
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except Exception:
+            if self.ends:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut(app: FastAPI) -> None:
-    class Hiding:
-        def __init__(self, app: Any) -> None:
-            self.app = app
-
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await self.app(scope, receive, send)
-            except Exception:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    app.add_middleware(Hiding)
+    app.add_middleware(Hiding, ends=True)
 
     @app.get("/")
     async def root() -> Response:
@@ -453,18 +449,7 @@ async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut(app: Fa
 
 async def test_a_background_failure_that_a_middleware_hides_leaves_the_answer_whole() -> None:
     app = FastAPI()
-
-    class Hiding:
-        def __init__(self, app: Any) -> None:
-            self.app = app
-
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await self.app(scope, receive, send)
-            except LookupError:
-                pass
-
-    app.add_middleware(Hiding)
+    app.add_middleware(Hiding, ends=False)
 
     @app.get("/")
     async def root(tasks: BackgroundTasks) -> None:
@@ -477,9 +462,7 @@ async def test_a_background_failure_that_a_middleware_hides_leaves_the_answer_wh
 
 
 async def test_an_exit_in_the_handler_for_every_exception_is_contained(app: FastAPI) -> None:
-    @app.exception_handler(Exception)
-    async def handle(request: Request, error: Exception) -> Response:
-        raise SystemExit
+    app.exception_handler(Exception)(exiting)
 
     @app.get("/")
     async def root() -> None:
@@ -496,9 +479,7 @@ async def test_the_users_handler_for_every_exception_answers_an_exit(app: FastAP
     async def handle(request: Request, error: Exception) -> Response:
         return PlainTextResponse(type(error).__name__, status_code=500)
 
-    @app.get("/")
-    async def root() -> None:
-        raise SystemExit
+    app.get("/")(exits)
 
     messages, _ = await answer(app, "/")
 
