@@ -302,6 +302,16 @@ def ongoing() -> int:
     return sum(replica.ongoing for each in deployments for replica in each.replicas)
 
 
+def change(deployment: str, **options: Any) -> list[Any]:
+    """Change options of a deployment of the application "default"; return the changes."""
+    return [*local_engine().change("default", {deployment: options})]
+
+
+def settle(timeout_s: float = PATIENCE_S) -> None:
+    """Wait until the application "default" has the replicas that it should have."""
+    local_engine().wait_until_settled("default", timeout_s)
+
+
 def asking(timeout_s: object) -> str:
     """Return the header of a client that waits so long."""
     return f"x-request-timeout-seconds: {timeout_s}\r\n"

@@ -28,11 +28,13 @@ from tests.process_calls_app import in_isolation
 from tests.servers import (
     PATIENCE_S,
     bind,
+    change,
     close_loop,
     get,
     overview,
     result,
     served,
+    settle,
     turns,
     wait_until,
 )
@@ -44,14 +46,6 @@ pytestmark = pytest.mark.usefixtures("switch_interval", "shutdown")
 
 def run(application: Any) -> DeploymentHandle:
     return serve.run(application, route_prefix=None)
-
-
-def change(deployment: str, **options: Any) -> list[Any]:
-    return local_engine().change("default", {deployment: options})
-
-
-def settle() -> None:
-    local_engine().wait_until_settled("default", PATIENCE_S)
 
 
 def patient(count: int = 1) -> Latch:
