@@ -235,8 +235,7 @@ def test_handles_are_found_by_name() -> None:
     serve.run(bind(Echo, "x"), name="app", route_prefix=None)
 
     assert serve.get_app_handle("app").remote().result(timeout_s=PATIENCE_S) == "x"
-    found = serve.get_deployment_handle("Echo", "app")
-    assert found.remote().result(timeout_s=PATIENCE_S) == "x"
+    assert serve.get_deployment_handle("Echo", "app").remote().result(timeout_s=PATIENCE_S) == "x"
     with pytest.raises(RayServeException, match="Application 'absent' does not exist"):
         serve.get_app_handle("absent")
     with pytest.raises(KeyError, match="Absent"):

@@ -91,8 +91,7 @@ def test_every_example_has_a_test_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_says_how_to_run_it_and_what_to_see(name: str) -> None:
-    source = (FOLDER / f"{name}.py").read_text()
-    docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
+    docstring = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()), clean=False) or ""
 
     if name in APPLICATIONS:
         attribute = "hello" if name == "hello" else "app"
@@ -109,8 +108,7 @@ def test_an_example_says_how_to_run_it_and_what_to_see(name: str) -> None:
 def test_curl_shows_what_the_docstring_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 10))
-    docstring = import_module(f"app_examples.{name}").__doc__ or ""
-    promised = CURL.findall(docstring)
+    promised = CURL.findall(import_module(f"app_examples.{name}").__doc__ or "")
     assert promised or name in ("async_stream", "blocking_stream", "numpy_deployment", "streams")
 
     with slow_server.running(wait=lambda: None) as slow, served(application(name)) as it:
@@ -284,8 +282,7 @@ def test_the_slow_server_answers_after_a_second(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
     environ = {**environment(tmp_path), "SLOW_SERVER_URL": url}
-    command = [sys.executable, "-m", "app_examples.slow_server"]
-    with process(command, tmp_path, environ) as server:
+    with process([sys.executable, "-m", "app_examples.slow_server"], tmp_path, environ) as server:
         server.wait_for(re.escape(f"Slow server on {url}"))
         response = httpx.get(url, trust_env=False)
         server.signal(signal.SIGINT)

@@ -375,8 +375,7 @@ def test_without_a_class_an_app_gets_one_that_keeps_the_arguments_of_bind(app: A
     made = ingress(app)()
     target = served_api.deployment(made).bind(bind(Child), word="here")
     try:
-        port = served(target)
-        assert get(port, "/").body == b"child here"
+        assert get(served(target), "/").body == b"child here"
         assert [*served_api.status().applications["default"].deployments] == ["Child", NO_CLASS]
     finally:
         served_api.shutdown()

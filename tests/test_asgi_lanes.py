@@ -32,8 +32,7 @@ class OwnRoute(APIRoute):
 
 @contextmanager
 def run(app: FastAPI, cls: type) -> Iterator[Any]:
-    deployment = serve.deployment(lanes={"db": 2})(serve.ingress(app)(cls))
-    with served(deployment.bind()) as it:
+    with served(serve.deployment(lanes={"db": 2})(serve.ingress(app)(cls)).bind()) as it:
         yield it
 
 

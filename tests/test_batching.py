@@ -237,16 +237,14 @@ async def test_the_time_begins_with_the_first_call_and_not_again_with_the_next()
 
 
 async def test_the_wall_clock_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Recorder(is_open=True)
-    f = batched(record, batch_wait_timeout_s=0.01)
+    f = batched(Recorder(is_open=True), batch_wait_timeout_s=0.01)
     monkeypatch.setattr(time, "time", lambda: 0.0)
 
     assert await all_of(f(0), f(1)) == [0, 1]
 
 
 async def test_a_queue_that_is_empty_is_no_object_no_task_and_no_timer() -> None:
-    record = Recorder()
-    f = batched(record)
+    f = batched(Recorder())
     before = asyncio.all_tasks()
     [task] = await started(f(0))
     assert queues(f) == 1
@@ -305,8 +303,7 @@ async def test_instances_do_not_share_batches() -> None:
 
     a, b, c = K("a"), K("b"), Sub("c")
     mixed = [a.f(1), b.f(2), c.f(5), a.f(3), b.f(4), c.f(6)]
-    expected = [("a", [1, 3]), ("b", [2, 4]), ("sub", ("c", [5, 6]))]
-    assert await all_of(*mixed) == expected * 2
+    assert await all_of(*mixed) == [("a", [1, 3]), ("b", [2, 4]), ("sub", ("c", [5, 6]))] * 2
 
 
 async def test_an_instance_needs_neither_a_dict_nor_weak_references_and_is_not_kept() -> None:
@@ -341,8 +338,7 @@ def test_a_second_loop_after_the_first_has_gone_in_the_middle_of_a_batch() -> No
     first.close()
     gone = weakref.ref(first)
 
-    record = Recorder(is_open=True)
-    f2 = batched(record, max_batch_size=2)
+    f2 = batched(Recorder(is_open=True), max_batch_size=2)
     for _ in range(2):
         assert asyncio.run(all_of(f2(1), f2(2))) == [1, 2]
     f.set_batch_wait_timeout_s(0)
@@ -810,8 +806,7 @@ async def test_an_error_of_a_generator_reaches_the_open_streams(name: str, writt
     assert done == [0]
     assert [got for got, _ in failed] == [[1, 1], [2, 2]]
     assert failed[0][1] is not failed[1][1]
-    again = await all_of(collect(f(0)), failing(f(1)), failing(f(2)))
-    assert again[0] == [0]
+    assert (await all_of(collect(f(0)), failing(f(1)), failing(f(2))))[0] == [0]
 
 
 @both_generators
@@ -909,8 +904,7 @@ async def test_a_generator_waits_for_its_slowest_caller(written: str) -> None:
     await patiently(anext(slow))
     # The content of two channels, and one item at each end.
     assert await asyncio.to_thread(steady, lambda: len(made), 0.02) < 50
-    rest = await patiently(collect(slow))
-    assert len(rest) == 999
+    assert len(await patiently(collect(slow))) == 999
     assert await patiently(task) == [1] * 1000
 
 

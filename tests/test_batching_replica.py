@@ -357,8 +357,7 @@ def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separ
                 got.append(error)
             return [None]
 
-    port = served(bind(serve.deployment(K)))
-    with Connection(port) as leaver:
+    with Connection(served(bind(serve.deployment(K)))) as leaver:
         # More bytes than are read before the slot, but fewer than the length.
         leaver.request("/", method="POST", headers="Content-Length: 100000\r\n")
         leaver.send(b"x" * 70_000)

@@ -92,9 +92,7 @@ def test_both_sides_of_a_row_agree(row: Row, side: str, monkeypatch: pytest.Monk
 
 def test_the_plain_side_does_not_import_ours() -> None:
     script = "import benchmarks.apps.plain, sys; print('ingress' in sys.modules)"
-    ran = ran_here([sys.executable, "-c", script])
-
-    assert ran.stdout == "False\n"
+    assert ran_here([sys.executable, "-c", script]).stdout == "False\n"
 
 
 def test_every_target_of_a_row_over_http_is_measured() -> None:
@@ -317,9 +315,7 @@ def test_without_wrk_it_says_so() -> None:
 
 
 def test_a_missing_peer_is_left_out_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    absent = Peer("Absent", "no-such-peer", lambda *_: [], STAY)
-
-    assert list(installed([absent])) == []
+    assert list(installed([Peer("Absent", "no-such-peer", lambda *_: [], STAY)])) == []
     assert capsys.readouterr().out == (
         "Absent is left out: it is not in .venv-peers/no-such-peer\n"
     )

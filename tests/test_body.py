@@ -224,8 +224,7 @@ def drip(connection: Connection, part: bytes = b"x") -> Answer:
     ("path", "is_chunked"), [("/stream", True), ("/parameter", False), ("/def-parameter", False)]
 )
 def test_a_dripping_body_is_a_408_and_closed(path: str, is_chunked: bool, grace: float) -> None:
-    port = served(uploads(Log()), min_body_rate=1_000)
-    with Connection(port) as connection:
+    with Connection(served(uploads(Log()), min_body_rate=1_000)) as connection:
         length = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 100000"
         connection.request(path, method="POST", headers=f"{length}\r\n")
         answer = drip(connection, chunk(1) if is_chunked else b"x")
@@ -247,8 +246,7 @@ def test_a_large_body_that_drips_frees_its_slot(grace: float) -> None:
 
 @pytest.mark.parametrize(("rate", "size"), [(1_000, 1_000), (0, 1)])
 def test_a_body_that_is_fast_enough_is_not_cut(rate: int, size: int, grace: float) -> None:
-    port = served(uploads(Log()), min_body_rate=rate)
-    with Connection(port) as connection:
+    with Connection(served(uploads(Log()), min_body_rate=rate)) as connection:
         post(connection, "/stream", 12 * size, 0, "Connection: close\r\n")
         connection.send_slowly(*[b"x" * size] * 12)  # 0.6 s in all
         assert connection.answer().body == b"%d" % (12 * size)
@@ -283,8 +281,7 @@ def test_the_time_in_which_the_loop_stalls_does_not_count(grace: float) -> None:
 
 
 def test_a_response_that_has_begun_lets_its_client_send_slowly(grace: float) -> None:
-    port = served(uploads(Log()), min_body_rate=FAST, body_buffer_bytes=1)
-    with Connection(port) as connection:
+    with Connection(served(uploads(Log()), min_body_rate=FAST, body_buffer_bytes=1)) as connection:
         post(connection, "/echo", 8, 1, "Connection: close\r\n")
         connection.receive_until(b"7")
         connection.send_slowly(*[b"x"] * 7, pause_s=0.1)
@@ -310,8 +307,7 @@ def test_a_websocket_has_no_least_rate(grace: float, app: FastAPI) -> None:
 
 
 def test_a_conversation_needs_a_buffer_of_one_byte() -> None:
-    port = served(uploads(Log()), body_buffer_bytes=1)
-    with Connection(port) as connection:
+    with Connection(served(uploads(Log()), body_buffer_bytes=1)) as connection:
         headers = "Transfer-Encoding: chunked\r\nConnection: close\r\n"
         connection.request("/echo", method="POST", headers=headers)
         for word in (b"one", b"two"):
@@ -329,8 +325,7 @@ def test_a_conversation_needs_a_buffer_of_one_byte() -> None:
 @pytest.mark.parametrize("path", ["/stream", "/parameter", "/nowhere"])
 def test_a_body_whose_length_is_over_the_limit_is_refused_before_it_is_read(path: str) -> None:
     log = Log()
-    port = served(uploads(log), max_body_size=1000)
-    with Connection(port) as connection:
+    with Connection(served(uploads(log), max_body_size=1000)) as connection:
         post(connection, path, 1001, 0, "Expect: 100-continue\r\n")
         connection.receive_until(b"1000 bytes.")
         answer = Answer(connection.received)
@@ -344,8 +339,7 @@ def test_a_body_whose_length_is_over_the_limit_is_refused_before_it_is_read(path
 
 @pytest.mark.reliability("C05")
 def test_a_client_that_reads_only_after_sending_a_large_body_gets_the_answer_too() -> None:
-    port = served(uploads(Log()), max_body_size=1000)
-    with Connection(port) as connection:
+    with Connection(served(uploads(Log()), max_body_size=1000)) as connection:
         post(connection, "/stream", 20_000_000, 20_000_000)
 
         assert connection.answer().status == 413
@@ -426,8 +420,7 @@ def test_a_small_body_is_one_message_however_it_comes() -> None:
             has_all.set()
             return len(seen)
 
-    port = served(bind(Parts))
-    with Connection(port) as connection:
+    with Connection(served(bind(Parts))) as connection:
         post(connection, "/", 4, 0)
         connection.send_slowly(*[b"x"] * 4, pause_s=0.02)
         assert has_all.wait(PATIENCE_S)

@@ -67,8 +67,7 @@ def budget(
     processes: int = 1,
 ) -> ThreadBudget:
     settings = Settings.from_environment(environ or {})
-    built = build(application, "default")
-    return thread_budget(built, settings, processes=processes, cores=cores)
+    return thread_budget(build(application, "default"), settings, processes=processes, cores=cores)
 
 
 # Number of threads.
@@ -125,8 +124,7 @@ def test_deployments_divide_what_is_left_by_those_who_say_what_they_need() -> No
 
 def test_a_deployment_that_needs_no_core_takes_none() -> None:
     model = deployed(Async, name="Model").bind()
-    gateway = deployed(Async, name="Gateway", ray_actor_options={"num_cpus": 0}).bind(model)
-    made = budget(gateway)
+    made = budget(deployed(Async, name="Gateway", ray_actor_options={"num_cpus": 0}).bind(model))
 
     assert made.threads == 16
     assert made.product == "1 replica of Model x 1 call x 16 native threads"
@@ -147,9 +145,7 @@ def test_the_product_is_what_is_multiplied() -> None:
 
 
 def test_all_variables_are_set_to_the_same_number() -> None:
-    made = budget(bound(Serial, num_replicas=4))
-
-    assert made.variables == dict.fromkeys(NATIVE_THREADS, "4")
+    assert budget(bound(Serial, num_replicas=4)).variables == dict.fromkeys(NATIVE_THREADS, "4")
 
 
 def test_variables_that_are_set_stay_and_so_do_those_that_default_to_them() -> None:
@@ -175,9 +171,7 @@ def test_a_value_that_is_no_number_is_the_librarys_to_read(value: str) -> None:
 
 
 def test_too_many_threads_are_warned_of_with_the_product_and_the_fix() -> None:
-    made = budget(bound(Endpoints, lanes={"cpu": 8}), {"OMP_NUM_THREADS": "16"})
-
-    assert made.warning == (
+    assert budget(bound(Endpoints, lanes={"cpu": 8}), {"OMP_NUM_THREADS": "16"}).warning == (
         "1 replica of Endpoints x 8 calls x 16 native threads (OMP_NUM_THREADS) are 128 runnable "
         "threads on 16 cores; set OMP_NUM_THREADS=2, or leave it to `ingress run`"
     )
@@ -185,9 +179,7 @@ def test_too_many_threads_are_warned_of_with_the_product_and_the_fix() -> None:
 
 @pytest.mark.parametrize("threads", ["", "1", "2"])
 def test_as_many_as_the_cores_are_worth_is_no_reason_to_warn(threads: str) -> None:
-    application = bound(Endpoints, lanes={"cpu": 8})
-
-    assert budget(application, {"OMP_NUM_THREADS": threads}).warning is None
+    assert budget(bound(Endpoints, lanes={"cpu": 8}), {"OMP_NUM_THREADS": threads}).warning is None
 
 
 def test_more_calls_than_cores_is_no_reason_to_warn_if_each_has_one_thread() -> None:

@@ -293,8 +293,7 @@ class Parent:
     async def deep(self, depth: int) -> Any:
         if depth == 0:
             return await self.child.remote()
-        me = serve.get_deployment_handle("Parent")
-        return await me.deep.remote(depth - 1)
+        return await serve.get_deployment_handle("Parent").deep.remote(depth - 1)
 
 
 @pytest.fixture
@@ -335,8 +334,7 @@ def test_a_cancelled_request_cancels_the_calls_made_in_it(
 def test_a_client_that_leaves_cancels_its_request_without_a_word_whatever_it_asked_for(
     seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = served(bind(serve.deployment(Child), seen))
-    with Connection(port) as client:
+    with Connection(served(bind(serve.deployment(Child), seen))) as client:
         client.request("/", headers="x-request-disconnect-disabled: ?1\r\n")
         seen.wait_for_began()
 
@@ -481,8 +479,7 @@ def test_a_finally_block_may_call_when_cancelled(parent: DeploymentHandle, seen:
 
 
 def test_a_stopped_replica_cancels_the_calls_made_in_it(seen: Seen) -> None:
-    child = bind(serve.deployment(Child), seen)
-    serve.run(child, name="child", route_prefix=None)
+    serve.run(bind(serve.deployment(Child), seen), name="child", route_prefix=None)
 
     @serve.deployment(graceful_shutdown_timeout_s=0.1)
     class Caller:
@@ -490,8 +487,7 @@ def test_a_stopped_replica_cancels_the_calls_made_in_it(seen: Seen) -> None:
             seen.responses.append(serve.get_app_handle("child").remote())
             await asyncio.Event().wait()
 
-    caller = serve.run(bind(Caller), name="caller", route_prefix=None)
-    caller.remote()
+    serve.run(bind(Caller), name="caller", route_prefix=None).remote()
     seen.wait_for_began()
     serve.delete("caller")
 
@@ -589,15 +585,13 @@ def cancelled_as_it_should(response: DeploymentResponse) -> None:
 
 @pytest.fixture
 def one_slot(seen: Seen) -> DeploymentHandle:
-    child = serve.deployment(max_ongoing_requests=1)(Child)
-    return serve.run(bind(child, seen), route_prefix=None)
+    return serve.run(bind(serve.deployment(max_ongoing_requests=1)(Child), seen), route_prefix=None)
 
 
 def test_cancel_while_its_arguments_are_awaited(one_slot: DeploymentHandle, seen: Seen) -> None:
     argument = one_slot.remote("argument")
     seen.wait_for_began()
-    waiting = one_slot.remote(argument)
-    cancelled_as_it_should(waiting)
+    cancelled_as_it_should(one_slot.remote(argument))
     seen.may_end.count_down()
 
     assert argument.result(timeout_s=PATIENCE_S) == "argument", "its argument is not cancelled"
@@ -661,8 +655,7 @@ def test_cancel_before_the_first_line_means_no_line(stage: str, seen: Seen) -> N
     handle = serve.run(bind(Busy), route_prefix=None)
     busy = handle.block.remote()
     assert entered.wait(PATIENCE_S)
-    response = handle.remote()
-    cancelled_as_it_should(response)
+    cancelled_as_it_should(handle.remote())
     gate.set()
     busy.result(timeout_s=PATIENCE_S)
     wait_until(is_idle)
@@ -703,8 +696,7 @@ def test_a_refused_call_of_a_request_that_is_over_is_not_worth_a_record(
                 raised.set()
                 raise BackPressureError(1, 0, "Other")
 
-    handle = serve.run(bind(Refused), route_prefix=None)
-    response = handle.options(method_name=method).remote(1)
+    response = serve.run(bind(Refused), route_prefix=None).options(method_name=method).remote(1)
     assert began.wait(PATIENCE_S)
     response.cancel()
     assert raised.wait(PATIENCE_S)

@@ -256,9 +256,8 @@ def test_a_helper_in_another_module_is_followed_by_its_import(tmp_path: Path) ->
         "from helpers import wait\nimport helpers as h\n"
         "async def f(): wait()\nasync def g(): h.wait()\nasync def k(wait): wait()\n",
     )
-    report = check_files([tmp_path], Settings(), migrate=False)
 
-    (finding,) = report.findings
+    (finding,) = check_files([tmp_path], Settings(), migrate=False).findings
     assert (finding.path.name, finding.line) == ("helpers.py", 4)
     assert finding.functions == ("f", "g")
 

@@ -343,8 +343,7 @@ ONE_AT_A_TIME = """
 def test_one_request_at_a_time_has_its_instance_for_itself_not_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = HEAD.replace("lanes={", "max_ongoing_requests=1, lanes={")
-    program = in_class(head, ONE_AT_A_TIME)
+    program = in_class(HEAD.replace("lanes={", "max_ongoing_requests=1, lanes={"), ONE_AT_A_TIME)
     as_file = checked_as_file(tmp_path, program, Settings(), migrate=True)
     as_application = checked_as_application(
         tmp_path, monkeypatch, program, Settings(), migrate=True

@@ -98,9 +98,7 @@ def test_nothing_found_is_nothing_to_annotate() -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_each_rule_has_a_page_with_its_title_and_a_row_in_the_index(rule: object) -> None:
     assert isinstance(rule, type(RULES["IG101"]))
-    first = (ROOT / rule.page).read_text().splitlines()[0]
-
-    assert first == f"# {rule.id} {rule.title}"
+    assert (ROOT / rule.page).read_text().splitlines()[0] == f"# {rule.id} {rule.title}"
     assert f"| [{rule.id}]({rule.id}.md) | {rule.title} |" in (PAGES / "README.md").read_text()
 
 

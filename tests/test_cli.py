@@ -246,9 +246,7 @@ def test_a_shell_completes_the_commands_and_their_options(folder: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["explain", "check"])
 def test_json_is_asked_for_by_the_same_option(folder: Path, command: str) -> None:
-    result = run_ingress(folder, command, "app:hello", "--json")
-
-    assert "findings" in json.loads(result.stdout)
+    assert "findings" in json.loads(run_ingress(folder, command, "app:hello", "--json").stdout)
 
 
 def test_build_prints_what_it_writes_to_a_file(folder: Path) -> None:

@@ -144,8 +144,7 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
             return await (self.in_thread if written == "def" else self.in_loop)(1)
 
     child = bind(serve.deployment(Child).options(graceful_shutdown_timeout_s=0.1))
-    both = serve.deployment(Both).options(graceful_shutdown_timeout_s=0.1)
-    port = served(bind(both, child))
+    port = served(bind(serve.deployment(Both).options(graceful_shutdown_timeout_s=0.1), child))
     timeout_s = TIMEOUT_S if how == "timed out" else None
     with Connection(port) as first, Connection(port) as second:
         for each in (first, second):

@@ -334,9 +334,7 @@ def test_the_typed_keywords_are_the_options() -> None:
 @pytest.mark.parametrize("name", sorted(CHANGED))
 def test_an_option_is_listed_when_changed_exactly_if_nothing_acts_on_it(name: str) -> None:
     isolation = "thread" if name == "loop" else "process"  # processes share no loop
-    options = {"isolation": isolation, name: CHANGED[name]}
-
-    listed = options_not_acted_on(configured(**options))
+    listed = options_not_acted_on(configured(**{"isolation": isolation, name: CHANGED[name]}))
 
     assert [option.partition("=")[0] for option in listed] == [name] * (name in NOT_ACTED_ON)
 

@@ -423,8 +423,7 @@ def test_run_reads_what_build_writes_and_what_config_prints(folder: Path) -> Non
 
     assert "INGRESS_ENGINE" not in file.config.environment()  # it is for a cluster's workers
     assert file.config.for_a_cluster() == []
-    shown = run_ingress(folder, "config", "built.yaml")
-    (folder / "again.yaml").write_text(shown.stdout)
+    (folder / "again.yaml").write_text(run_ingress(folder, "config", "built.yaml").stdout)
     (one,) = ConfigFile.read(folder / "again.yaml").config.applications
     assert one.args["target"] == "app:hello"
     assert [(each.name, each.num_replicas) for each in one.deployments] == [

@@ -210,8 +210,7 @@ def test_bytes_now_and_then_do_not_buy_more_time(server: ServerProcess) -> None:
 def test_the_second_head_of_a_connection_has_as_long_and_none_begins_while_it_rests(
     server: ServerProcess,
 ) -> None:
-    port = server.port
-    with Connection(port) as connection:
+    with Connection(server.port) as connection:
         connection.request("/", headers="")
         connection.receive_until(b'"here"')
         connection.received = b""
@@ -230,8 +229,7 @@ def test_a_websocket_has_all_the_time_it_needs(server: ServerProcess) -> None:
 
 
 def test_a_body_that_was_answered_early_may_come_slowly_and_not_stop(server: ServerProcess) -> None:
-    port = server.port
-    with Connection(port) as connection:
+    with Connection(server.port) as connection:
         connection.request("/early", method="POST", headers="Content-Length: 200000\r\n")
         connection.send(b"x" * 70000)
         connection.receive_until(b'"early"')
@@ -249,8 +247,7 @@ def test_the_rest_of_a_body_that_was_answered_early_is_not_parsed_as_a_head(
     piece = b"6000\r\n" + b"x" * 0x6000 + b"\r\n"  # larger than the limit on headers
     with Connection(server.port) as again, Connection(server.port) as resting:
         for each in (again, resting):
-            headers = "Transfer-Encoding: chunked\r\n"
-            each.request("/early", method="POST", headers=headers)
+            each.request("/early", method="POST", headers="Transfer-Encoding: chunked\r\n")
             each.send(3 * piece)  # more than the server reads before the request starts
             each.receive_until(b'"early"')
             if pause_s:
@@ -272,8 +269,7 @@ def test_the_rest_of_a_body_that_was_answered_early_is_not_parsed_as_a_head(
 def test_headers_of_more_than_the_limit_are_refused(server: ServerProcess, pieces: int) -> None:
 
     def send(size: int) -> int:
-        field = b"X-Large: " + b"x" * size + b"\r\nConnection: close\r\n"
-        head = HEAD + field + b"\r\n"
+        head = HEAD + b"X-Large: " + b"x" * size + b"\r\nConnection: close\r\n\r\n"
         step = len(head) // pieces + 1
         with Connection(server.port) as connection:
             parts = [head[begin : begin + step] for begin in range(0, len(head), step)]

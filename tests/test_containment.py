@@ -137,8 +137,7 @@ def _tells_nothing(raw: bytes, name: str) -> None:
 
 @pytest.mark.reliability("B06")
 def test_the_matrix_is_complete(figures: Figures) -> None:
-    paths = {*UNSENT, *STREAMS, *AFTERWARDS, "plain/websocket"}
-    assert set(MATRIX.values()) <= paths
+    assert set(MATRIX.values()) <= {*UNSENT, *STREAMS, *AFTERWARDS, "plain/websocket"}
     assert len(ALL) == 34
     figures.note("cells, each with every combination of flags", len(MATRIX) * len(ALL))
 

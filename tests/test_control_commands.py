@@ -325,8 +325,7 @@ def test_files_that_are_no_sockets_of_ours_are_neither_asked_nor_deleted(runtime
             dead.bind(str(runtime.parent / "stale.sock"))
         (runtime / "4.sock").symlink_to(runtime.parent / "stale.sock")
         before = sorted(runtime.iterdir())
-        told = CliRunner().invoke(cli.app, ["status"])
-        assert told.stderr == "no server runs\n"
+        assert CliRunner().invoke(cli.app, ["status"]).stderr == "no server runs\n"
         assert through_link == open_to_all == []
     assert sorted(runtime.iterdir()) == before
 
@@ -432,8 +431,7 @@ def test_the_folder_of_another_users_session_is_not_used(
 def test_a_server_is_found_scaled_and_stopped(
     runtime: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [*INGRESS, "run", "serve.yaml"]
-    with process(command, folder, environment(folder)) as server:
+    with process([*INGRESS, "run", "serve.yaml"], folder, environment(folder)) as server:
         pid = server.process.pid
         server.wait_for(f"control socket {runtime}/{pid}.sock")
         server.wait_for("Ctrl-C to stop")
@@ -484,8 +482,7 @@ def test_a_command_changes_all_workers_or_none_and_those_that_come_later(
         control_commands.scale(["Model=3"])
         wait_until(lambda: replicas(running) == [3, 3])
 
-        before = running.ask("view")["workers"]
-        os.kill(before[0], signal.SIGKILL)
+        os.kill(running.ask("view")["workers"][0], signal.SIGKILL)
         server.wait_for(r"worker \d+ is ready")
         wait_until(lambda: replicas(running) == [3, 3])
         control_commands.stop()

@@ -201,8 +201,7 @@ def test_a_replica_that_is_dropped_while_its_constructor_ends_serves_nothing_and
         gates.append((begun, may_end))
         change("Slow", num_replicas=2)
         begun.wait()
-        drop = partial(change, "Slow", num_replicas=1)
-        at_once(may_end.count_down, drop)
+        at_once(may_end.count_down, partial(change, "Slow", num_replicas=1))
 
         settle()
         assert [each.replica_id for each in replicas()] == ["0"]
@@ -291,8 +290,7 @@ def test_a_user_config_that_fails_in_an_old_replica_leaves_that_of_the_update() 
     script = Configured()
     handle = run(configured(script, "old", num_replicas=2))
     script.begin("bad", fails=True)
-    new = configured(script, "new", num_replicas=2)
-    updating = threading.Thread(target=run, args=(new,))
+    updating = threading.Thread(target=run, args=(configured(script, "new", num_replicas=2),))
     updating.start()
     wait_until(lambda: ("2", "new") in script.seen)
     script.may_end["bad"].count_down()
@@ -436,8 +434,7 @@ def test_a_replica_that_is_wedged_while_it_is_away_is_replaced_and_comes_back_co
 ) -> None:
     monkeypatch.setenv(WEDGED_AFTER_S, "0.3")
     holds: list[Hold] = []
-    options = {"user_config": "before", "graceful_shutdown_timeout_s": 0}
-    handle = run(held(holds, **options))
+    handle = run(held(holds, user_config="before", graceful_shutdown_timeout_s=0))
     hold, holding = hold_all(handle, holds, 1)
     change("Held", user_config="after")
 

@@ -231,5 +231,4 @@ def test_applications_start_in_a_chroot_without_a_descriptor_list(hard: int, tol
 
 def run_python(code: str, *before: str) -> str:
     command = [*before, sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

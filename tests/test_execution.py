@@ -196,8 +196,7 @@ async def test_how_it_is_written_is_seen_through_partials_and_objects_not_throug
 async def test_a_builtin_counts_as_def_and_does_not_warn(pool: WorkerPool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        execution = plan(len, Role.METHOD, sync_in_threadpool=False, pool=pool)
-        assert await execution.run([1, 2]) == 2
+        assert await plan(len, Role.METHOD, sync_in_threadpool=False, pool=pool).run([1, 2]) == 2
 
 
 @pytest.mark.parametrize("func", [here, here_async, gen, agen], ids=lambda func: func.__name__)
@@ -455,8 +454,7 @@ async def test_the_warning_comes_once_although_replicas_call_at_once(
     ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        replicas = [partial(asyncio.run, call(each)) for each in plans]
-        await asyncio.to_thread(together, *replicas)
+        await asyncio.to_thread(together, *[partial(asyncio.run, call(each)) for each in plans])
 
     assert len(caught) == 1
 
@@ -472,8 +470,7 @@ async def test_like_methods_in_two_files_warn_for_themselves(pool: WorkerPool) -
 
 @pytest.mark.parametrize("method", ["predict", "items"])
 async def test_warnings_as_errors_do_not_fail_the_request(method: str, pool: WorkerPool) -> None:
-    bound = getattr(fresh()(), method)
-    execution = plan(bound, Role.METHOD, sync_in_threadpool=False, pool=pool)
+    execution = plan(getattr(fresh()(), method), Role.METHOD, sync_in_threadpool=False, pool=pool)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         await call(execution)
@@ -493,8 +490,7 @@ async def test_warnings_as_errors_do_not_fail_the_request(method: str, pool: Wor
 async def test_nothing_else_warns(method: str, role: Role, flag: bool, pool: WorkerPool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bound = getattr(fresh()(), method)
-        await call(plan(bound, role, sync_in_threadpool=flag, pool=pool))
+        await call(plan(getattr(fresh()(), method), role, sync_in_threadpool=flag, pool=pool))
 
 
 @pytest.mark.parametrize(

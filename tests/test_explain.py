@@ -112,8 +112,7 @@ def test_every_kind_of_row_names_the_thread_it_runs_on(
             explain_app.call_everything(it)
             serving = serving_loop(it)
 
-    unseen = check(explanation, watch, serving)
-    assert unseen == ["background task: task"]
+    assert check(explanation, watch, serving) == ["background task: task"]
 
 
 def lane_items() -> Iterator[str]:
@@ -261,8 +260,7 @@ def test_nothing_of_the_users_is_made_called_or_started() -> None:
         async def load(self, model_id: str) -> Any:
             return never()
 
-    application = bind(serve.deployment(serve.ingress(app)(K)))
-    rows = explain(application, Settings()).rows
+    rows = explain(bind(serve.deployment(serve.ingress(app)(K))), Settings()).rows
 
     assert [row.what for row in rows] == [
         "constructor", "lifespan", "GET /", "stream", "dependency", "model loader",
@@ -358,8 +356,7 @@ def test_the_column_compiled_says_which_routes_fastapis_own_handler_answers(mixe
 
     assert by_fastapi == {path: not compiled[f"GET {path}"] for path in answered}
     assert set(by_fastapi.values()) == {True, False}
-    others = [compiled[what] for what in ("GET HEAD /page", "WS /socket", "dependency")]
-    assert others == [None] * 3
+    assert [compiled[what] for what in ("GET HEAD /page", "WS /socket", "dependency")] == [None] * 3
     table = printed(explanation)
     assert re.search(r"^GET /plain .*K\.plain +async def +yes ", table, re.MULTILINE)
     assert re.search(r"^GET /teardown .*K\.teardown +async def +no ", table, re.MULTILINE)
@@ -653,9 +650,7 @@ def test_fail_on_is_for_ci(folder: Path, sync: str, level: str, code: int) -> No
 
 
 def test_json_has_each_row(folder: Path) -> None:
-    result = ingress(folder, "app:model", "--json")
-
-    told = json.loads(result.stdout)
+    told = json.loads(ingress(folder, "app:model", "--json").stdout)
     call, predict = told["rows"]
     assert told["flags"] == {SYNC_IN_THREADPOOL: 0, USER_CODE_IN_SEPARATE_THREAD: 1}
     deployment = {"name": "Model", "replicas": 1, "max_ongoing_requests": 100, "place": "thread"}
@@ -779,8 +774,7 @@ def test_the_page_names_each_key_of_the_json() -> None:
 
 def test_the_page_names_each_finding() -> None:
     text = (ROOT / "docs/explain.md").read_text()
-    settings = Settings(native_threads={OMP_NUM_THREADS: "1000"})
-    explanation = explain(explain_app.app, settings)
+    explanation = explain(explain_app.app, Settings(native_threads={OMP_NUM_THREADS: "1000"}))
     found = [*explanation.findings, *(each for row in explanation.rows for each in row.findings)]
 
     ids = {(each.id, each.level) for each in found}

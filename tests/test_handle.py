@@ -295,8 +295,7 @@ def test_generators_by_for_and_by_async_for(
     method: str, flag: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", flag)
-    child = request.getfixturevalue("child")
-    remote = getattr(child.options(stream=True), method).remote
+    remote = getattr(request.getfixturevalue("child").options(stream=True), method).remote
 
     async def main() -> list[int]:
         return [item async for item in remote(100)]

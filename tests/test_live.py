@@ -140,8 +140,7 @@ def seen(observer: Observer, is_it: Callable[[Any], Any]) -> Any:
 
 
 def test_the_map_has_each_call_on_its_thread_and_line(place: Place, observer: Observer) -> None:
-    port = served(application(place))
-    requests = Requests(port)
+    requests = Requests(served(application(place)))
     requests.send("/await", "/thread/7", "/lane")
     place.awaits.wait()
     place.begun["thread"].wait()
@@ -394,9 +393,7 @@ def test_a_percentile_lies_in_its_bucket(
 
 
 def test_a_value_beyond_the_last_bucket_is_that_buckets_end() -> None:
-    buckets = (0,) * len(LATENCY_BUCKETS_MS) + (1,)
-
-    assert percentile(buckets, 0.5) == LATENCY_BUCKETS_MS[-1]
+    assert percentile((0,) * len(LATENCY_BUCKETS_MS) + (1,), 0.5) == LATENCY_BUCKETS_MS[-1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs replicas in processes")

@@ -134,8 +134,7 @@ def test_with_json_each_line_of_the_server_and_of_user_code_is_an_object(folder:
     command = run("logged:hello", "--log-format", "json")
     with process(command, folder, environment(folder)) as server:
         server.wait_for("is ready at")
-        headers = {"x-request-id": "one"}
-        assert httpx.get(f"{server.url}/items/7", headers=headers).json() == 7
+        assert httpx.get(f"{server.url}/items/7", headers={"x-request-id": "one"}).json() == 7
         assert httpx.get(f"{server.url}/fail", headers={"x-request-id": "two"}).status_code == 500
         [failed] = lines_with(server, "name", "uvicorn.error")
         lines_with(server, "status", 500)
@@ -367,10 +366,7 @@ def test_in_a_program_only_deployments_with_a_config_are_logged_otherwise(tmp_pa
 
 def test_serve_start_gives_all_records_a_format_until_the_shutdown(tmp_path: Path) -> None:
     start = "serve.start({'host': None}, logging_config={'encoding': 'JSON'})"
-    script = SCRIPT.replace("START", start)
-    done = python(tmp_path, script)
-
-    lines = done.stderr.splitlines()
+    lines = python(tmp_path, SCRIPT.replace("START", start)).stderr.splitlines()
     found = [json.loads(each) for each in lines if each.startswith("{")]
     assert [each["message"] for each in found] == ["of Plain", "of Loud"]
     rest = [each.strip() for each in lines if not each.startswith("{")]

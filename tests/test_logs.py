@@ -141,8 +141,7 @@ def test_the_record_of_a_constructor_has_its_replica(users: Remembering) -> None
 
 
 def test_a_value_of_the_program_for_a_field_is_kept_by_each_logger(users: Remembering) -> None:
-    handle = serve.run(bind(Writer), route_prefix=None)
-    handle.with_own_id.remote().result(timeout_s=PATIENCE_S)
+    serve.run(bind(Writer), route_prefix=None).with_own_id.remote().result(timeout_s=PATIENCE_S)
     serve.shutdown()
 
     [record] = (each for each in users.records if each.getMessage() == "own")
@@ -151,8 +150,7 @@ def test_a_value_of_the_program_for_a_field_is_kept_by_each_logger(users: Rememb
     text = logging.Formatter("{request_id} {other} {replica}", style="{").format(record)
     assert text == logging.Formatter("%(request_id)s %(other)s %(replica)s").format(record)
     assert text == "mine 1 0"
-    sent = pickle.loads(pickle.dumps(copy.copy(record)))
-    assert fields(sent) == found
+    assert fields(pickle.loads(pickle.dumps(copy.copy(record)))) == found
     assert type(pickle.loads(pickle.dumps(record)).__dict__) is dict
 
 
@@ -166,8 +164,7 @@ def test_a_record_factory_of_the_program_is_called_and_comes_back(users: Remembe
 
     logging.setLogRecordFactory(mine)
     try:
-        handle = serve.run(bind(Writer), route_prefix=None)
-        handle.in_thread.remote().result(timeout_s=PATIENCE_S)
+        serve.run(bind(Writer), route_prefix=None).in_thread.remote().result(timeout_s=PATIENCE_S)
         serve.shutdown()
         assert logging.getLogRecordFactory() is mine
     finally:

@@ -369,9 +369,7 @@ def test_a_function_that_no_module_has_is_passed_over(load: Any) -> None:
 @pytest.mark.parametrize("shape", REACHED)
 def test_an_object_that_belongs_to_a_loop_is_found(load: Any, shape: str) -> None:
     source, name, *expected = REACHED[shape]
-    module = load(source)
-
-    (found,) = found_in(module.A.bind())
+    (found,) = found_in(load(source).A.bind())
 
     assert found.name == name
     line = Path(found.file).read_text().splitlines()[found.line - 1]
@@ -381,9 +379,7 @@ def test_an_object_that_belongs_to_a_loop_is_found(load: Any, shape: str) -> Non
 @pytest.mark.parametrize("shape", FILLED)
 def test_a_container_that_requests_fill_is_found(load: Any, shape: str) -> None:
     source, name, *expected = FILLED[shape]
-    module = load(source)
-
-    (found,) = found_in(module.A.bind())
+    (found,) = found_in(load(source).A.bind())
 
     assert found.name == name
     line = Path(found.file).read_text().splitlines()[found.line - 1]
@@ -532,8 +528,7 @@ def test_two_deployments_share_one_loop_that_is_not_the_servers() -> None:
 
     ((name, _, loop),) = answers(bind(other), 1)
     assert name == "ingress-user"
-    port = served(bind(Locks), "locks", "/locks")
-    assert get(port, "/locks").body.decode().split()[1] == loop
+    assert get(served(bind(Locks), "locks", "/locks"), "/locks").body.decode().split()[1] == loop
 
 
 @pytest.mark.parametrize(("choice", "loops"), [("own", 2), ("shared", 1), (None, 2)])
@@ -674,10 +669,8 @@ def test_the_check_names_what_replicas_share(
     load: Any, tmp_path: Path, options: str, lines: list[int]
 ) -> None:
     write_module(tmp_path, "users", CHECKED.format(options=options))
-    module = __import__("users")
-
     report = check_application(
-        module.app, "users", tmp_path, Settings.from_environment(), migrate=False
+        __import__("users").app, "users", tmp_path, Settings.from_environment(), migrate=False
     )
 
     assert [(each.rule.id, each.path.name, each.line) for each in report.findings] == [
@@ -691,10 +684,9 @@ def test_the_check_names_what_two_deployments_share(load: Any, tmp_path: Path) -
         "    async def __call__(self, request): await lock.acquire()\napp = B.bind(app)\n"
     )
     write_module(tmp_path, "users", source)
-    module = __import__("users")
 
     report = check_application(
-        module.app, "users", tmp_path, Settings.from_environment(), migrate=False
+        __import__("users").app, "users", tmp_path, Settings.from_environment(), migrate=False
     )
 
     (found,) = report.findings
@@ -721,8 +713,7 @@ PAGE = [text for language, text in blocks(ROOT / "docs/async-objects.md") if lan
 @pytest.mark.parametrize("source", PAGE, ids=["constructor", "lifespan", "module", "loop"])
 def test_each_pattern_of_the_page_answers_with_two_replicas(load: Any, source: str) -> None:
     write_module(Path(sys.path[0]), "users", source)
-    module = __import__("users")
-    port = served(module.app)
+    port = served(__import__("users").app)
 
     with ThreadPoolExecutor(24) as threads:
         found = [*threads.map(lambda _: get(port, "/"), range(24))]

@@ -549,8 +549,7 @@ def test_an_answer_to_a_loop_that_is_gone_is_dropped_quietly(
     async def make() -> Wakeup:
         return Wakeup(asyncio.get_running_loop())
 
-    wakeup = asyncio.run(make())
-    home.mailbox.post(wakeup.wake)
+    home.mailbox.post(asyncio.run(make()).wake)
     settled(home)
 
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
