@@ -38,6 +38,7 @@ from tests.programs import UVICORN as UVICORN
 from tests.programs import ServerProcess as ServerProcess
 from tests.programs import environment as environment
 from tests.programs import free_port as free_port
+from tests.programs import ingress_run as ingress_run
 from tests.programs import process as process
 from tests.programs import run_ingress as run_ingress
 from tests.programs import write_module as write_module

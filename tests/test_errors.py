@@ -26,6 +26,7 @@ from tests.servers import (
     bind,
     environment,
     get,
+    ingress_run,
     process,
     served,
     set_flags,
@@ -134,10 +135,6 @@ def ask(
         headers += f"Content-Length: {len(body)}\r\n"
     connection.request(path, method=method, headers=headers)
     connection.send(body)
-    return answer_of(connection, method)
-
-
-def answer_of(connection: Connection, method: str) -> Answer:
     head = connection.receive_until(b"\r\n\r\n").partition(b"\r\n\r\n")[0]
     length = re.search(rb"content-length: (\d+)", head)
     end = len(head) + 4 + (int(length[1]) if length and method != "HEAD" else 0)
@@ -235,8 +232,7 @@ def test_a_failure_is_logged_once_with_owner_and_the_users_frames(server: Server
 @pytest.mark.thorough
 def test_worker_processes_keep_the_connection_too(tmp_path: Path) -> None:
     write_module(tmp_path, "failing", FAILING)
-    command = [*INGRESS, "run", "failing:app", "--workers", "2", "--port", "0"]
-    with process(command, tmp_path, environment(tmp_path)) as server:
+    with ingress_run(tmp_path, "failing:app", "--workers", "2") as server:
         server.wait_for("is ready at")
         with Connection(server.port) as connection:
             statuses = [ask(connection, path).status for path in ("/boom/1", "/ok", "/boom/2")]
@@ -296,8 +292,7 @@ def test_a_handler_gets_the_error_and_owner(monkeypatch: pytest.MonkeyPatch, sep
     kept: list[Any] = []
     set_flags(monkeypatch, separate)
     server_logger = logging.getLogger("uvicorn.error")
-    handler = Keeping()
-    server_logger.addHandler(handler)
+    server_logger.addHandler(handler := Keeping())
     try:
         port = served(failing(), "library", "/library")
         get(port, "/library/boom/1", "X-Request-Id: the-first\r\n")
@@ -322,8 +317,9 @@ def raised(make: Callable[[], Exception]) -> Exception:
         return error
 
 
-def shown_by_python(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip("\n")
+def check(error: BaseException) -> None:
+    """Assert that an error is shown as Python shows it."""
+    assert format_error(error) == "".join(traceback.format_exception(error)).rstrip("\n")
 
 
 def test_a_group_is_shown_with_its_members_as_python_shows_it() -> None:
@@ -332,12 +328,10 @@ def test_a_group_is_shown_with_its_members_as_python_shows_it() -> None:
     caused = raised(lambda: ExceptionGroup("in the middle", [ValueError("fourth")]))
     caused.__cause__ = raised(lambda: OSError("a cause"))
     for members in ([raised(lambda: ValueError("first")), inner], [inner, caused, *many], [inner]):
-        error = raised(lambda: ExceptionGroup("outer", members))  # noqa: B023
-        assert format_error(error) == shown_by_python(error)
+        check(raised(lambda: ExceptionGroup("outer", members)))  # noqa: B023
     error = ValueError("after a group")
     error.__context__ = caused
-
-    assert format_error(error) == shown_by_python(error)
+    check(error)
 
 
 def noted() -> Exception:
@@ -360,9 +354,7 @@ def noted() -> Exception:
     ],
 )
 def test_an_error_is_shown_as_python_shows_it(make: Callable[[], Exception]) -> None:
-    error = raised(make)
-
-    assert format_error(error) == shown_by_python(error)
+    check(raised(make))
 
 
 def test_an_endless_recursion_is_shown_in_short() -> None:
@@ -371,8 +363,7 @@ def test_an_endless_recursion_is_shown_in_short() -> None:
 
     with pytest.raises(RecursionError) as failed:
         recurse()
-
-    assert format_error(failed.value) == shown_by_python(failed.value)
+    check(failed.value)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
