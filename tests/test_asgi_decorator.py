@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import ingress as served_api
 from ingress.app.asgi import IngressSpec, ingress
 from ingress.exceptions import RayServeException
-from tests.asgi_helpers import bound, serve
+from tests.asgi_helpers import bound, json_of, serve
 from tests.servers import bind, get, served
 
 
@@ -119,24 +119,15 @@ def test_the_builder_method_wins_and_runs_after_the_constructor(app: Any, is_asy
         def get(self, name: str = "you") -> str:
             return f"{self.greeting} {name}"
 
-    if is_async:
+    class Async(Base):
+        async def __serve_build_asgi_app__(self) -> ASGIApp:
+            return app_of(self)
 
-        @ingress(app)
-        class Async(Base):
-            async def __serve_build_asgi_app__(self) -> ASGIApp:
-                return app_of(self)
+    class Sync(Base):
+        def __serve_build_asgi_app__(self) -> ASGIApp:
+            return app_of(self)
 
-        cls: type = Async
-    else:
-
-        @ingress(app)
-        class Sync(Base):
-            def __serve_build_asgi_app__(self) -> ASGIApp:
-                return app_of(self)
-
-        cls = Sync
-
-    with serve(cls) as client:
+    with serve(ingress(app)(Async if is_async else Sync)) as client:
         assert client.get("/?name=me").json() == "hello me"
 
 
@@ -170,8 +161,7 @@ def test_a_subclass_inherits_the_app(app: FastAPI) -> None:
     class Sub(Base):
         name = "sub"
 
-    with serve(Sub) as client:
-        assert client.get("/name").json() == "sub"
+    assert json_of(Sub, "/name") == "sub"
 
 
 class FakeDeployment:
@@ -179,11 +169,6 @@ class FakeDeployment:
 
     name = "Hello"
     func_or_class = object
-
-
-def test_the_decorator_on_a_function_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"@serve\.ingress must be used with a class\."):
-        ingress(FastAPI())(lambda: None)  # type: ignore[call-overload]
 
 
 def test_a_class_with_call_is_refused() -> None:
@@ -211,14 +196,6 @@ def test_ingress_without_parentheses_is_refused() -> None:
             pass
 
 
-def test_ingress_without_app_and_builder_method_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"requires .*K to define `__serve_build_asgi_app__`"):
-
-        @ingress(None)
-        class K:
-            pass
-
-
 async def async_builder() -> ASGIApp:
     return build()
 
@@ -229,11 +206,9 @@ async def async_builder() -> ASGIApp:
     ids=["string", "number", "one-parameter", "async-builder"],
 )
 def test_what_is_no_app_is_refused(app: Any, type_name: str) -> None:
-    with pytest.raises(
-        TypeError, match="FastAPI, APIRouter, ASGI callable or builder function"
-    ) as caught:
+    text = f"FastAPI, APIRouter, ASGI callable or builder function.*of type {type_name}"
+    with pytest.raises(TypeError, match=text):
         ingress(app)
-    assert f"of type {type_name}" in str(caught.value)
 
 
 def test_a_method_without_self_is_refused(app: FastAPI) -> None:
@@ -274,8 +249,7 @@ def test_a_positional_only_self_is_served(app: FastAPI) -> None:
         def root(self, /, name: str) -> str:
             return name
 
-    with serve(K) as client:
-        assert client.get("/?name=x").json() == "x"
+    assert json_of(K, "/?name=x") == "x"
 
 
 def test_a_method_given_to_starlettes_add_route_is_refused(app: FastAPI) -> None:
@@ -355,17 +329,16 @@ def router_of_functions() -> APIRouter:
     return router
 
 
-@pytest.mark.parametrize(
-    "app",
-    [
-        fastapi_of_functions(),
-        starlette_of_functions(),
-        router_of_functions(),
-        fastapi_of_functions,
-        starlette_of_functions,
-    ],
-    ids=["FastAPI", "Starlette", "APIRouter", "builder-FastAPI", "builder-Starlette"],
-)
+FUNCTIONS: dict[str, Any] = {
+    "FastAPI": fastapi_of_functions(),
+    "Starlette": starlette_of_functions(),
+    "APIRouter": router_of_functions(),
+    "builder-FastAPI": fastapi_of_functions,
+    "builder-Starlette": starlette_of_functions,
+}
+
+
+@pytest.mark.parametrize("app", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_without_a_class_an_app_gets_one_that_keeps_the_arguments_of_bind(app: Any) -> None:
     @served_api.deployment
     class Child:
