@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,14 +18,9 @@ import ingress as serve
 from ingress.exceptions import RayServeException
 from ingress.schema import ApplicationStatus
 from ingress.telemetry.logs.sinks import flush_all
-from tests.servers import PATIENCE_S, bind, served, set_flags
+from tests.servers import PATIENCE_S, bind, served
 
-
-@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
-def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_flags(monkeypatch, request.param)
-    yield
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("separate")
 
 
 @serve.deployment

@@ -193,13 +193,9 @@ def test_a_websocket_echoes_until_ctrl_c(tmp_path: Path) -> None:
         with run("websocket_echo", tmp_path) as server:
             address = f"ws://127.0.0.1:{server.port}/echo"
             one, other = (connections.enter_context(connect(address, proxy=None)) for _ in range(2))
-            for client, text, answer in (
-                (one, "a", "1: a"),
-                (other, "b", "1: b"),
-                (one, "c", "2: c"),
-            ):
-                client.send(text)
-                assert client.recv(timeout=TIMEOUT_S) == answer
+            for client, sent, got in ((one, "a", "1: a"), (other, "b", "1: b"), (one, "c", "2: c")):
+                client.send(sent)
+                assert client.recv(timeout=TIMEOUT_S) == got
         for client in (one, other):
             with pytest.raises(ConnectionClosed) as closed:
                 client.recv(timeout=TIMEOUT_S)

@@ -52,7 +52,7 @@ from ingress.app.asgi.apps import BoundRoutes
 from ingress.app.asgi.chunks import parts_of
 from ingress.app.asgi.replica_app import ASGI
 from ingress.app.asgi.routes import served_routes
-from tests.asgi_helpers import Deployment, serve
+from tests.asgi_helpers import Deployment, json_of, serve
 from tests.servers import ROUNDS
 from tests.shapes import (
     INCLUDED,
@@ -825,8 +825,7 @@ def test_what_a_route_class_puts_before_its_app_stays_there(app: FastAPI) -> Non
         async def endpoint(self, request: Request) -> str:
             return str(request.scope["mark"])
 
-    with serve(Service) as client:
-        assert client.get("/").json() == "here"
+    assert json_of(Service, "/") == "here"
 
 
 def test_an_override_with_yield_ends_before_the_response_is_complete_as_in_fastapi() -> None:

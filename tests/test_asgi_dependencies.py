@@ -11,7 +11,7 @@ from fastapi.openapi.models import APIKey, APIKeyIn
 from fastapi.security.base import SecurityBase
 
 from ingress.app.asgi import ingress
-from tests.asgi_helpers import WORKER, bound, serve
+from tests.asgi_helpers import WORKER, bound, json_of, serve
 
 
 def thread() -> str:
@@ -181,8 +181,7 @@ def test_overrides_of_a_class_an_object_and_a_partial_work(app: FastAPI) -> None
             return [params, rows, part]
 
     app.dependency_overrides = dict.fromkeys([Params, lookup, part], fake)
-    with serve(K) as client:
-        assert client.get("/").json() == ["fake", "fake", "fake"]
+    assert json_of(K, "/") == ["fake", "fake", "fake"]
 
 
 def test_lifted_dependencies_stay_in_the_workers_while_others_are_overridden(app: FastAPI) -> None:

@@ -21,6 +21,11 @@ LOOP = "loop Api#0"
 POOL = "thread Api#0-worker"
 DB = "thread Api#0-db-worker"
 SERIAL = "thread Api#0-serial-worker"
+PLACES = pytest.mark.parametrize(
+    ("options", "place"),
+    [({"lane": "db"}, DB), ({"execution": "serial"}, SERIAL), ({"execution": "event_loop"}, LOOP)],
+    ids=["lane", "serial", "event_loop"],
+)
 
 
 class OwnRoute(APIRoute):
@@ -127,11 +132,7 @@ def test_an_override_runs_where_it_says_and_not_where_its_base_did(app: FastAPI)
     reason="this FastAPI has no streaming endpoints",
 )
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "fastapi"])
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [({"lane": "db"}, DB), ({"execution": "serial"}, SERIAL), ({"execution": "event_loop"}, LOOP)],
-    ids=["lane", "serial", "event_loop"],
-)
+@PLACES
 def test_a_generator_is_iterated_where_it_says(options: Any, place: str, is_compiled: bool) -> None:
     app = FastAPI()
     app.router.route_class = APIRoute if is_compiled else OwnRoute
@@ -173,11 +174,7 @@ def connection(**options: Any) -> tuple[Callable[[], Iterator[str]], list[str]]:
     return connect, events
 
 
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [({"lane": "db"}, DB), ({"execution": "serial"}, SERIAL), ({"execution": "event_loop"}, LOOP)],
-    ids=["lane", "serial", "event_loop"],
-)
+@PLACES
 def test_both_halves_of_a_yield_dependency_run_where_it_says(options: Any, place: str) -> None:
     app = FastAPI()
     connect, events = connection(**options)

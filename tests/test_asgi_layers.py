@@ -111,9 +111,7 @@ async def test_a_simple_request_enters_no_layer(path: str, app: FastAPI) -> None
 
 async def test_a_response_that_gets_the_scope_is_sent_inside_of_the_layers(app: FastAPI) -> None:
     declare(app)
-    assert set(await frames_in_layers(app, "/scope")) == {
-        each.__name__ for each in (*LAYERS, Router)
-    }
+    assert set(await frames_in_layers(app, "/scope")) == {cls.__name__ for cls in (*LAYERS, Router)}
 
 
 @pytest.mark.parametrize("path", ["/items/7", "/items/x", "/scope", "/refused", "/http", "/none"])

@@ -28,7 +28,7 @@ from ingress.exceptions import (
     RequestCancelledError,
     RequestTimeoutError,
 )
-from tests.asgi_helpers import WORKER, bound, serve
+from tests.asgi_helpers import WORKER, bound, json_of, serve
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,8 +96,7 @@ def test_an_endpoint_without_a_hash_is_served(app: FastAPI) -> None:
 
     app.get("/")(Greeting("hello "))
 
-    with serve(ingress(app)()) as client:
-        assert client.get("/?name=x").json() == "hello x"
+    assert json_of(ingress(app)(), "/?name=x") == "hello x"
 
 
 def test_declared_order_is_kept_between_methods_and_functions(app: FastAPI) -> None:
@@ -180,8 +179,7 @@ def test_a_decorator_above_the_route_does_not_run_as_in_fastapi(app: FastAPI) ->
         def root(self) -> str:
             return "plain"
 
-    with serve(K) as client:
-        assert client.get("/").json() == "plain"
+    assert json_of(K, "/") == "plain"
 
 
 def test_private_static_and_class_methods_are_served(app: FastAPI) -> None:
@@ -257,8 +255,7 @@ def test_a_class_renamed_after_its_body_still_owns_its_methods(app: FastAPI) -> 
     K.__qualname__ = "Renamed"
     ingress(app)(K)
 
-    with serve(K) as client:
-        assert client.get("/").json() == "root"
+    assert json_of(K, "/") == "root"
 
 
 def test_an_include_level_guard_protects_methods() -> None:

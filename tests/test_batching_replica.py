@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -25,19 +24,6 @@ from tests.fakes import together
 from tests.servers import PATIENCE_S, Connection, bind, get, ongoing, served, set_flags, wait_until
 
 LONG_S = 30.0
-
-
-@pytest.fixture(params=["1", "0"], ids=["separate1", "separate0"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param)
-    yield request.param
-    serve.shutdown()
-
-
-@pytest.fixture
-def started() -> Iterator[None]:
-    yield
-    serve.shutdown()
 
 
 def results(responses: list[Any]) -> list[Any]:
@@ -153,7 +139,7 @@ def test_one_application_started_twice_batches_on_both_loops(separate: str) -> N
 
 
 def test_a_loop_that_user_code_makes_for_itself_in_a_replica_works_as_well(
-    started: None, monkeypatch: pytest.MonkeyPatch
+    shutdown: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
 
@@ -387,7 +373,7 @@ def test_a_replica_that_stops_cancels_its_batches_and_no_caller_hangs(separate: 
 
 @pytest.mark.parametrize("written", ["def", "async def"])
 def test_a_handler_that_is_stuck_holds_up_neither_the_stop_nor_its_callers(
-    started: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: str
+    shutdown: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: str
 ) -> None:
     set_flags(monkeypatch, "1")
     entered, release = threading.Event(), Latch()

@@ -316,9 +316,7 @@ def test_without_wrk_it_says_so() -> None:
 
 def test_a_missing_peer_is_left_out_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(installed([Peer("Absent", "no-such-peer", lambda *_: [], STAY)])) == []
-    assert capsys.readouterr().out == (
-        "Absent is left out: it is not in .venv-peers/no-such-peer\n"
-    )
+    assert capsys.readouterr().out == "Absent is left out: it is not in .venv-peers/no-such-peer\n"
 
 
 def test_what_was_measured_before_an_error_is_printed_and_not_written(

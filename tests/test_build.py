@@ -254,9 +254,7 @@ def test_an_application_among_its_own_arguments_is_a_value_error() -> None:
 def test_user_config_without_reconfigure_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="deployment 'Node' is a class missing reconfigure method"):
         build(Node.options(user_config={"a": 1}).bind(), "app")
-    with pytest.raises(
-        ValueError, match=r"deployment 'leaf' is a function, .* missing reconfigure"
-    ):
+    with pytest.raises(ValueError, match=r"deployment 'leaf' is a function, .*missing reconfigure"):
         build(Node.bind(leaf.options(user_config={"a": 1}).bind()), "app")
 
 

@@ -345,11 +345,9 @@ def test_one_request_at_a_time_has_its_instance_for_itself_not_its_module(
 ) -> None:
     program = in_class(HEAD.replace("lanes={", "max_ongoing_requests=1, lanes={"), ONE_AT_A_TIME)
     as_file = checked_as_file(tmp_path, program, Settings(), migrate=True)
-    as_application = checked_as_application(
-        tmp_path, monkeypatch, program, Settings(), migrate=True
-    )
+    as_app = checked_as_application(tmp_path, monkeypatch, program, Settings(), migrate=True)
 
-    assert found(as_file) == found(as_application) == expected(program)
+    assert found(as_file) == found(as_app) == expected(program)
 
 
 def test_a_library_decorator_is_unwrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,12 +51,8 @@ def test_text_has_a_line_a_fix_and_a_page_for_each(report: Report) -> None:
 def test_json_has_the_same(report: Report) -> None:
     first, second = json.loads(rendered(report, Format.JSON))["findings"]
 
-    assert (first["rule"], first["path"], first["line"], first["column"]) == (
-        "ASYNC251",
-        "app.py",
-        8,
-        9,
-    )
+    place = [first[key] for key in ("rule", "path", "line", "column")]
+    assert place == ["ASYNC251", "app.py", 8, 9]
     assert (second["rule"], second["functions"], second["page"]) == (
         "IG101",
         ["A.count"],

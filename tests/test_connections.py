@@ -90,9 +90,8 @@ def _serving(
 ) -> Iterator[ServerProcess]:
     write_module(folder, "small", APP)
     environ = {**environment(folder), **variables}
-    with process([*command, "run", "small:small", "--port", "0", *arguments], folder, environ) as (
-        server
-    ):
+    command = [*command, "run", "small:small", "--port", "0", *arguments]
+    with process(command, folder, environ) as server:
         wait_until(lambda: _is_up(server))
         yield server
 

@@ -410,9 +410,8 @@ def test_a_reconfigure_that_ends_its_loop_is_refused() -> None:
 
         async def reconfigure(self, config: str) -> None:
             if config == "after":
-                closing.append(
-                    threading.Thread(target=close_loop, args=(asyncio.get_running_loop(),))
-                )
+                loop = asyncio.get_running_loop()
+                closing.append(threading.Thread(target=close_loop, args=(loop,)))
                 closing[-1].start()
                 await asyncio.Event().wait()
             self.config = config

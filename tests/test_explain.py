@@ -199,9 +199,7 @@ def drive(name: str, it: Served) -> None:
 
 
 @pytest.mark.parametrize("sync", ["0", "1"], ids=["flag 0", "flag 1"])
-@pytest.mark.parametrize(
-    "name", [name for name in EXAMPLES if name not in ("slow_server", "ray_parallel")]
-)
+@pytest.mark.parametrize("name", sorted({*EXAMPLES} - {"slow_server", "ray_parallel"}))
 def test_every_row_of_an_example_names_the_thread_it_runs_on(
     name: str, sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,12 +279,9 @@ def test_an_app_that_each_replica_builds_is_known_by_its_builder() -> None:
         async def __serve_build_asgi_app__(self) -> FastAPI:
             return never()  # type: ignore[no-any-return]
 
-    for cls, name in (
-        (Built, "build_app"),
-        (BuildsItself, "BuildsItself.__serve_build_asgi_app__"),
-    ):
+    for cls, end in ((Built, "build_app"), (BuildsItself, "BuildsItself.__serve_build_asgi_app__")):
         row = rows_of(cls)["app builder"]
-        assert row.name.endswith(name)
+        assert row.name.endswith(end)
         assert row.places[0].where == "event loop"
 
 
@@ -655,12 +650,8 @@ def test_json_has_each_row(folder: Path) -> None:
     assert told["flags"] == {SYNC_IN_THREADPOOL: 0, USER_CODE_IN_SEPARATE_THREAD: 1}
     deployment = {"name": "Model", "replicas": 1, "max_ongoing_requests": 100, "place": "thread"}
     assert told["deployments"] == [deployment]
-    assert (call["name"], call["kind"], call["line"], call["moves"]) == (
-        "Model.__call__",
-        "def",
-        6,
-        True,
-    )
+    shown = {key: call[key] for key in ("name", "kind", "line", "moves")}
+    assert shown == {"name": "Model.__call__", "kind": "def", "line": 6, "moves": True}
     assert call["places"] == {
         "0": {
             "where": "event loop",
@@ -760,14 +751,8 @@ def test_the_page_names_each_key_of_the_json() -> None:
     text = (ROOT / "docs/explain.md").read_text()
     row = next(row for row in told["rows"] if row["findings"])
 
-    for keys in (
-        told,
-        told["deployments"][0],
-        told["native_threads"],
-        row,
-        row["places"]["0"],
-        row["findings"][0],
-    ):
+    parts = [told, told["deployments"][0], told["native_threads"]]
+    for keys in (*parts, row, row["places"]["0"], row["findings"][0]):
         for key in keys:
             assert f"`{key}`" in text
 

@@ -23,7 +23,7 @@ from ingress.app.declaration.loop_objects import loop_objects
 from ingress.check.checker import check_application
 from ingress.core.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
 from tests.documents import blocks
-from tests.servers import ROOT, bind, get, served, write_module
+from tests.servers import ROOT, Answer, bind, get, served, write_module
 
 HEAD = """
 import asyncio, functools, os
@@ -417,9 +417,7 @@ def test_a_constructor_argument_is_shared_by_all_replicas(load: Any) -> None:
 
 
 def test_all_objects_are_found_in_one_walk(load: Any) -> None:
-    module = load(
-        "lock, queue = asyncio.Lock(), asyncio.Queue()" + CLASS.format("return lock, queue")
-    )
+    module = load("lock, queue = asyncio.Lock(), asyncio.Queue()" + CLASS.format("lock, queue"))
 
     assert sorted(each.name for each in found_in(module.A.bind())) == ["lock", "queue"]
 
@@ -495,11 +493,14 @@ def where() -> str:
     return f"{serve.get_replica_context().replica_id.unique_id} {id(loop)}"
 
 
+def at_once(port: int, count: int = 24) -> list[Answer]:
+    with ThreadPoolExecutor(count) as threads:
+        return [*threads.map(lambda _: get(port, "/"), range(count))]
+
+
 def answers(target: serve.Application, count: int = 24) -> list[list[str]]:
     """Send requests at once; return the replica and the loop of each, all of which must be 200."""
-    port = served(target)
-    with ThreadPoolExecutor(count) as threads:
-        found = [*threads.map(lambda _: get(port, "/"), range(count))]
+    found = at_once(served(target), count)
     assert [each.status for each in found] == [200] * count
     return [each.body.decode().split() for each in found]
 
@@ -616,10 +617,7 @@ def test_a_wrong_loop_is_refused_where_it_is_written() -> None:
 def test_an_error_about_another_loop_has_a_fix(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     target: Any = Locked if kind == "function" else Served
     port = served(bind(target.options(loop="own")))
-    with ThreadPoolExecutor(24) as threads:
-        found = [*threads.map(lambda _: get(port, "/"), range(24))]
-
-    failed = [each for each in found if each.status == 500]
+    failed = [each for each in at_once(port) if each.status == 500]
     assert failed
     for each in failed:
         assert '@serve.deployment(loop="shared")' in each.body.decode()
@@ -655,6 +653,11 @@ app = A.bind()
 """
 
 
+def findings(folder: Path) -> list[Any]:
+    app, settings = __import__("users").app, Settings.from_environment()
+    return [*check_application(app, "users", folder, settings, migrate=False).findings]
+
+
 @pytest.mark.parametrize(
     ("options", "lines"),
     {
@@ -669,11 +672,7 @@ def test_the_check_names_what_replicas_share(
     load: Any, tmp_path: Path, options: str, lines: list[int]
 ) -> None:
     write_module(tmp_path, "users", CHECKED.format(options=options))
-    report = check_application(
-        __import__("users").app, "users", tmp_path, Settings.from_environment(), migrate=False
-    )
-
-    assert [(each.rule.id, each.path.name, each.line) for each in report.findings] == [
+    assert [(each.rule.id, each.path.name, each.line) for each in findings(tmp_path)] == [
         ("IG111", "users.py", line) for line in lines
     ]
 
@@ -685,11 +684,7 @@ def test_the_check_names_what_two_deployments_share(load: Any, tmp_path: Path) -
     )
     write_module(tmp_path, "users", source)
 
-    report = check_application(
-        __import__("users").app, "users", tmp_path, Settings.from_environment(), migrate=False
-    )
-
-    (found,) = report.findings
+    (found,) = findings(tmp_path)
     assert "the replicas of A and B share a loop" in found.message
 
 
@@ -715,7 +710,4 @@ def test_each_pattern_of_the_page_answers_with_two_replicas(load: Any, source: s
     write_module(Path(sys.path[0]), "users", source)
     port = served(__import__("users").app)
 
-    with ThreadPoolExecutor(24) as threads:
-        found = [*threads.map(lambda _: get(port, "/"), range(24))]
-
-    assert [each.status for each in found] == [200] * 24
+    assert [each.status for each in at_once(port)] == [200] * 24

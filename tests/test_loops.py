@@ -205,9 +205,8 @@ def test_posting_while_the_loop_closes_loses_nothing(seed: int, switch_interval:
         for number in range(first, first + count):
             home.mailbox.post(delivered.append, number)
 
-    together(
-        lambda: post(0), lambda: post(count), lambda: post(2 * count), lambda: home.stop(PATIENCE_S)
-    )
+    posts = (partial(post, first) for first in (0, count, 2 * count))
+    together(*posts, lambda: home.stop(PATIENCE_S))
 
     assert Counter(delivered + buried) == Counter(range(3 * count))
 
