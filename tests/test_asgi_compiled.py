@@ -52,7 +52,7 @@ from ingress.app.asgi.apps import BoundRoutes
 from ingress.app.asgi.chunks import parts_of
 from ingress.app.asgi.replica_app import ASGI
 from ingress.app.asgi.routes import served_routes
-from tests.asgi_helpers import Deployment, json_of, serve
+from tests.asgi_helpers import Deployment, bound, json_of, serve
 from tests.servers import ROUNDS
 from tests.shapes import (
     INCLUDED,
@@ -328,6 +328,10 @@ def test_the_shapes_are_compiled_that_say_so_and_no_others() -> None:
     if ANEW_AT_EACH_REQUEST:
         expected |= dict.fromkeys(INCLUDED, False)
     assert fits(cls.__ingress_spec__.app, cls) == expected  # type: ignore[attr-defined]
+
+
+def test_the_schema_of_the_shapes_is_that_of_fastapi() -> None:
+    assert bound(deployment_of(SHAPES.values())).openapi() == plain_app(SHAPES.values()).openapi()
 
 
 ANEW_AT_EACH_REQUEST = hasattr(fastapi.routing, "_EffectiveRouteContext") and "app" not in {

@@ -10,7 +10,7 @@ from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
 
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError, ResponseValidationError
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
@@ -97,22 +97,6 @@ def test_an_endpoint_without_a_hash_is_served(app: FastAPI) -> None:
     app.get("/")(Greeting("hello "))
 
     assert json_of(ingress(app)(), "/?name=x") == "hello x"
-
-
-def test_declared_order_is_kept_between_methods_and_functions(app: FastAPI) -> None:
-    @ingress(app)
-    class K:
-        @app.get("/items/special")
-        def special(self) -> str:
-            return "method"
-
-    @app.get("/items/{name}")
-    def item(name: str) -> str:
-        return "function"
-
-    with serve(K) as client:
-        assert client.get("/items/special").json() == "method"
-        assert client.get("/items/other").json() == "function"
 
 
 def test_an_override_runs_without_being_decorated_again(app: FastAPI) -> None:
@@ -258,30 +242,6 @@ def test_a_class_renamed_after_its_body_still_owns_its_methods(app: FastAPI) -> 
     assert json_of(K, "/") == "root"
 
 
-def test_an_include_level_guard_protects_methods() -> None:
-    app, router = FastAPI(), APIRouter()
-
-    def refuse() -> None:
-        raise PermissionError
-
-    @app.exception_handler(PermissionError)
-    async def refused(request: Request, error: Exception) -> Response:
-        return PlainTextResponse("no", status_code=401)
-
-    @ingress(app)
-    class K:
-        @router.get("/secret")
-        def secret(self) -> str:
-            return "secret"
-
-    app.include_router(router, prefix="/guarded", dependencies=[Depends(refuse)])
-    app.include_router(router, prefix="/open")
-
-    with serve(K) as client:
-        assert client.get("/guarded/secret").status_code == 401
-        assert client.get("/open/secret").json() == "secret"
-
-
 def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive(app: FastAPI) -> None:
     class Timed(APIRoute):
         def get_route_handler(self) -> Callable[..., Any]:
@@ -338,19 +298,6 @@ def test_a_validation_error_names_the_users_file_and_method(app: FastAPI) -> Non
     for text, name in ((seen[0], "root"), (str(caught.value), "bad")):
         assert __file__ in text
         assert f"in {name}" in text
-
-
-def test_the_prefix_of_the_server_shows_in_urls_and_docs(app: FastAPI) -> None:
-    @ingress(app)
-    class K:
-        @app.get("/items/{n}")
-        def item(self, request: Request, n: int) -> str:
-            return str(request.url_for("item", n=n))
-
-    with serve(K, root_path="/v1") as client:
-        assert client.get("/v1/items/3").json() == "http://testserver/v1/items/3"
-        assert "/v1/openapi.json" in client.get("/v1/docs").text
-        assert client.get("/v1/openapi.json").json()["servers"] == [{"url": "/v1"}]
 
 
 def test_mounted_apps_are_served_as_they_are() -> None:
