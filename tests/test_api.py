@@ -16,7 +16,6 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.exceptions import RayServeException
-from ingress.schema import ApplicationStatus
 from ingress.telemetry.logs.sinks import flush_all
 from tests.servers import PATIENCE_S, bind, served
 
@@ -118,21 +117,6 @@ def test_shutdown_async_stops_everything_from_a_running_loop() -> None:
     asyncio.run(serve.shutdown_async())
 
     assert serve.status().applications == {}
-
-
-def test_a_replacement_that_fails_leaves_the_one_that_runs() -> None:
-    @serve.deployment(name="Echo")
-    class Failing:
-        def __init__(self) -> None:
-            raise ValueError("no")
-
-    port = served(bind(Echo, "old"))
-    with pytest.raises(RuntimeError, match="ValueError: no"):
-        serve.run(bind(Failing))
-
-    assert serve.status().applications["default"].status is ApplicationStatus.DEPLOY_FAILED
-    assert httpx.get(f"http://127.0.0.1:{port}/").text == "old"
-    assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == "old"
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -212,14 +212,6 @@ async def test_every_way_to_write_a_handler_is_batched() -> None:
 # Start of a batch
 
 
-async def test_a_full_batch_starts_at_once_and_in_the_order_of_arrival() -> None:
-    record = Recorder(is_open=True)
-    f = batched(record, max_batch_size=4)
-
-    assert await all_of(*(f(x) for x in range(8))) == list(range(8))
-    assert record.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 async def test_the_time_begins_with_the_first_call_and_not_again_with_the_next() -> None:
     record = Recorder(is_open=True)
     f = batched(record, batch_wait_timeout_s=0.05)
@@ -635,16 +627,6 @@ async def test_a_batch_cancelled_before_its_first_step_answers_its_callers() -> 
 
 def size_is_sum(xs: list[int]) -> int:
     return sum(xs)
-
-
-async def test_an_item_that_does_not_fit_is_not_overtaken_by_those_behind_it() -> None:
-    record = Recorder()
-    f = batched(record, max_batch_size=10, batch_size_fn=size_is_sum, batch_wait_timeout_s=0)
-    tasks = await started(f(10), f(4), f(7), f(2), f(5))
-    record.door.set()
-
-    assert await all_of(*tasks) == [10, 4, 7, 2, 5]
-    assert record.batches == [[10], [4], [7, 2], [5]]
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

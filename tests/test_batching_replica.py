@@ -21,7 +21,7 @@ from ingress.exceptions import RequestCancelledError, RequestCycleError
 from ingress.logs import RequestFilter
 from ingress.testing import Latch
 from tests.fakes import together
-from tests.servers import PATIENCE_S, Connection, bind, get, ongoing, served, set_flags, wait_until
+from tests.servers import PATIENCE_S, Connection, bind, ongoing, served, set_flags, wait_until
 
 LONG_S = 30.0
 
@@ -275,33 +275,9 @@ def test_batches_a_replica_can_never_fill_are_warned_of_once_a_deployment(
 # Callers that leave
 
 
-LEAVES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("app", "how"), [("plain", "FIN"), ("plain", "RST"), ("fastapi", "FIN"), ("middleware", "RST")]
 )
-
-
-@LEAVES
-def test_a_client_that_leaves_while_its_batch_forms_takes_no_place_in_it(
-    separate: str, app: str, how: str
-) -> None:
-    deployment, made = HOLDS[app]()
-    port = served(bind(deployment))
-    for _ in range(2):
-        del made[0].batches[:]
-        made[0].release.count_down()
-        leaver = Connection(port)
-        leaver.request("/leaver")
-        wait_until(lambda: ongoing() == 1)
-        leaver.reset() if how == "RST" else leaver.socket.close()
-        wait_until(lambda: ongoing() == 0)
-        with ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(lambda x: get(port, f"/{x}").status, range(2)))
-        assert answers == [200, 200]
-        [batch] = made[0].batches
-        assert sorted(request.url.path for request in batch) == ["/0", "/1"]
-
-
-@LEAVES
 @pytest.mark.parametrize("leaves", ["first", "second"])
 def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
     separate: str, app: str, leaves: str, how: str

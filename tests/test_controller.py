@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.exceptions import DeploymentUnavailableError, SyncMethodOnEventLoopWarning
+from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentHandle
 from ingress.schema import ApplicationStatus
 from ingress.testing import Latch
@@ -24,9 +24,7 @@ PATIENCE_S = 60.0
 
 pytestmark = [
     pytest.mark.usefixtures("shutdown"),
-    pytest.mark.filterwarnings(
-        f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"
-    ),
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
 ]
 
 
@@ -78,21 +76,14 @@ class CannotBeBound(Base):
         return "other parameters"
 
 
-@serve.deployment
-class Exits:
-    def __init__(self) -> None:
-        raise SystemExit(3)
-
-
 @pytest.mark.parametrize(
     ("target", "name", "says"),
     [
         (bind(CannotBeBound), "root", "root"),
         (bind(Broken, bind(Fine)), "Broken", "no model here"),
         (bind(CannotBeCloned), "CannotBeCloned", "no second setup"),
-        (bind(Exits), "Exits", "SystemExit"),
     ],
-    ids=["routes", "constructor", "app", "exit"],
+    ids=["routes", "constructor", "app"],
 )
 def test_one_failed_start_fails_all_and_leaves_nothing(target: Any, name: str, says: str) -> None:
     before = threading.active_count()

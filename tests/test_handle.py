@@ -13,7 +13,7 @@ import pytest
 
 import ingress as serve
 from ingress.core.base.settings import Settings
-from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
+from ingress.exceptions import RayServeException, RequestCancelledError
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.testing import Latch
 from tests.fakes import bind
@@ -419,15 +419,6 @@ def test_the_shutdown_of_a_handle_is_a_warning_and_it_goes_on(child: DeploymentH
     with pytest.warns(UserWarning, match="shutdown_async"):
         asyncio.run(child.shutdown_async())
     assert result(child.remote(1)) == 1
-
-
-def test_a_handle_outlives_the_redeployment_of_what_it_calls(child: DeploymentHandle) -> None:
-    serve.run(bind(Child), route_prefix=None)
-    assert result(child.remote("again")) == "again"
-
-    serve.delete("default")
-    with pytest.raises(DeploymentUnavailableError):
-        child.remote()
 
 
 def test_arguments_and_results_pass_by_reference(child: DeploymentHandle) -> None:
