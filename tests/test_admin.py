@@ -278,9 +278,7 @@ def test_a_token_is_asked_for_before_anything_else() -> None:
 
 
 @pytest.mark.reliability("S16")
-def test_an_address_that_tries_tokens_has_to_wait_also_with_the_right_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_wrong_tokens_an_address_has_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     right = f"Authorization: Bearer {TOKEN}\r\n"
     with listening(AdminOptions("0.0.0.0:0", TOKEN)) as listener:
         port = port_of(listener)

@@ -171,9 +171,7 @@ def test_a_logging_config_is_checked(given: Any, error: type[Exception]) -> None
     assert serve.status().applications == {}
 
 
-def test_options_for_a_server_that_listens_take_effect_or_are_said_not_to(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_options_for_a_running_server_act_or_are_named(caplog: pytest.LogCaptureFixture) -> None:
     @serve.deployment
     async def slow(request: Request) -> None:
         await asyncio.Future()

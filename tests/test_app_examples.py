@@ -205,9 +205,7 @@ def test_a_websocket_echoes_until_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @proves("hello")
-def test_a_client_generated_from_the_schema_calls_the_main_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generated_client_calls_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema, config = tmp_path / "openapi.json", tmp_path / "config.yml"
     openapi = ["openapi", "app_examples.hello:hello", "--app-dir", str(ROOT), "-o", str(schema)]
     config.write_text("post_hooks: []\n")

@@ -289,9 +289,7 @@ def test_a_shape_answers_and_runs_user_code_as_under_fastapi(name: str) -> None:
 
 # With middleware, all of a request runs inside of FastAPI's layers.
 @pytest.mark.parametrize("has_middleware", [False, True])
-def test_whatever_an_endpoint_returns_or_raises_becomes_what_fastapi_makes_of_it(
-    *, has_middleware: bool
-) -> None:
+def test_whatever_an_endpoint_does_is_answered_as_under_fastapi(*, has_middleware: bool) -> None:
     shapes = [each for each in SHAPES.values() if each.takes_kind]
     plain, cls = plain_app(shapes), deployment_of(shapes)
     if has_middleware:
@@ -596,9 +594,7 @@ def test_a_dependency_that_is_added_to_a_served_route_is_called(app: FastAPI) ->
             assert events == expected
 
 
-def test_what_a_tracer_puts_in_the_place_of_a_function_of_fastapi_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tracer_in_the_place_of_a_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     original = fastapi.routing.run_endpoint_function
 
     @functools.wraps(original)
@@ -616,9 +612,7 @@ def test_what_a_tracer_puts_in_the_place_of_a_function_of_fastapi_is_called(
     assert did.events == ["traced"]
 
 
-def test_whatever_error_the_parser_of_a_body_raises_the_answer_is_fastapis(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_a_body_parser_is_answered_as_fastapi(monkeypatch: pytest.MonkeyPatch) -> None:
     def declare(app: FastAPI) -> None:
         @app.post("/")
         async def endpoint(item: dict[str, str]) -> str:

@@ -121,9 +121,7 @@ async def failures(path: str, middleware: int) -> AsyncIterator[tuple[list[dict[
 
 @pytest.mark.parametrize("middleware", [0, 1, 2])
 @pytest.mark.parametrize("path", BEFORE_THE_ANSWER)
-async def test_a_failure_before_the_answer_is_a_500_and_the_next_request_is_served(
-    path: str, middleware: int
-) -> None:
+async def test_an_early_failure_is_a_500_and_the_next_is_served(path: str, middleware: int) -> None:
     async for messages, raised in failures(path, middleware):
         assert is_answered(messages, 500), raised
 

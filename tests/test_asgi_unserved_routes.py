@@ -95,9 +95,7 @@ def test_a_route_that_is_left_over_is_named_once(
     assert fix in str(said[0].message)
 
 
-def test_a_class_without_a_route_logs_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_class_without_routes_logs_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, module = load(tmp_path, NO_ROUTE)
 
     bound(module.K)

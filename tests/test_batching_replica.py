@@ -402,9 +402,7 @@ def test_a_batch_that_waits_for_the_slots_of_its_own_callers_is_a_cycle(separate
             response.result(timeout_s=PATIENCE_S)
 
 
-def test_calls_and_cancellations_from_many_threads_leave_nothing(
-    separate: str, switch_interval: None
-) -> None:
+def test_calls_and_cancels_of_threads_leave_nothing(separate: str, switch_interval: None) -> None:
     class K:
         @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.001, max_concurrent_batches=2)
         async def __call__(self, xs: list[int]) -> list[int]:

@@ -319,9 +319,7 @@ def test_a_missing_peer_is_left_out_with_one_line(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "Absent is left out: it is not in .venv-peers/no-such-peer\n"
 
 
-def test_what_was_measured_before_an_error_is_printed_and_not_written(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_figures_before_an_error_are_printed_only(capsys: pytest.CaptureFixture[str]) -> None:
     def measure() -> command.Results:
         yield pairs()
         raise BenchmarkError("the server hung up")

@@ -604,12 +604,10 @@ def test_cancel_while_it_is_queued(one_slot: DeploymentHandle, seen: Seen) -> No
 
 
 @pytest.mark.parametrize(
-    ("method", "ended"), [("__call__", "cancelled"), ("blocking", "told")], ids=["async", "thread"]
+    ("how", "ended"), [("__call__", "cancelled"), ("blocking", "told")], ids=["async", "thread"]
 )
-def test_cancel_while_it_runs(
-    one_slot: DeploymentHandle, seen: Seen, method: str, ended: str
-) -> None:
-    response = one_slot.options(method_name=method).remote("running")
+def test_cancel_while_it_runs(one_slot: DeploymentHandle, seen: Seen, how: str, ended: str) -> None:
+    response = one_slot.options(method_name=how).remote("running")
     seen.wait_for_began()
     cancelled_as_it_should(response)
 

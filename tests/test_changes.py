@@ -201,9 +201,7 @@ def test_threads_follow_a_higher_limit() -> None:
     ],
     ids=["application", "deployment", "value", "lanes", "one of several"],
 )
-def test_a_change_that_is_wrong_changes_nothing(
-    gate: Gate, app: str, options: Any, says: str
-) -> None:
+def test_a_wrong_change_changes_nothing(gate: Gate, app: str, options: Any, says: str) -> None:
     serve.run(gated(gate), route_prefix=None)
     before = local_engine().applications["default"].ingress.config
     with pytest.raises(ValueError, match=says):

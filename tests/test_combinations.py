@@ -94,9 +94,7 @@ def test_a_batchs_calls_have_its_latest_deadline(other_s: float | None) -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out", "stopped"])
 @pytest.mark.parametrize("written", ["def", "async def"])
-def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
-    how: str, written: str
-) -> None:
+def test_a_batch_whose_requests_are_over_and_its_children_are_told(how: str, written: str) -> None:
     told: list[str] = []
     began, child_ended = threading.Event(), threading.Event()
 
@@ -260,9 +258,7 @@ def test_what_a_batch_raises_when_all_its_requests_have_left_is_logged_once(
     assert str(record.exc_info[1]) == "too late"
 
 
-def test_an_error_of_one_item_whose_request_has_left_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_of_an_item_whose_request_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     began, release = Latch(), Latch()
 
     @serve.deployment

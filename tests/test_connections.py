@@ -320,7 +320,7 @@ def test_endless_headers_cost_no_memory(server: ServerProcess, begin: bytes) -> 
 # Number.
 
 
-def test_one_connection_more_than_the_limit_is_refused_and_closed(
+def test_a_connection_beyond_the_limit_is_refused_and_cut(
     parser: list[str], tmp_path: Path
 ) -> None:
     with (
