@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -311,6 +312,29 @@ def change(deployment: str, **options: Any) -> list[Any]:
 def settle(timeout_s: float = PATIENCE_S) -> None:
     """Wait until the application "default" has the replicas that it should have."""
     local_engine().wait_until_settled("default", timeout_s)
+
+
+class _Keeping(logging.Handler):
+    def __init__(self, kept: list[logging.LogRecord], filters: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._kept = kept
+        for each in filters:
+            self.addFilter(each)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept.append(record)
+
+
+@contextmanager
+def records_of(name: str, *filters: Any) -> Iterator[list[Any]]:
+    """Yield the records of a logger, as a handler with these filters gets them."""
+    kept: list[logging.LogRecord] = []
+    handler = _Keeping(kept, filters)
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield kept
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def asking(timeout_s: object) -> str:

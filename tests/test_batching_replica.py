@@ -21,7 +21,16 @@ from ingress.exceptions import RequestCancelledError, RequestCycleError
 from ingress.logs import RequestFilter
 from ingress.testing import Latch
 from tests.fakes import together
-from tests.servers import PATIENCE_S, Connection, bind, ongoing, served, set_flags, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    Connection,
+    bind,
+    ongoing,
+    records_of,
+    served,
+    set_flags,
+    wait_until,
+)
 
 LONG_S = 30.0
 
@@ -185,16 +194,7 @@ def test_a_batch_never_mixes_models_and_knows_its_own(separate: str) -> None:
 
 
 def test_a_batch_knows_its_requests_and_is_none_of_them(separate: str) -> None:
-    records: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    keep = Keep()
-    keep.addFilter(RequestFilter())
     logger = logging.getLogger("test_batching_replica")
-    logger.addHandler(keep)
 
     @serve.deployment
     class Child:
@@ -214,12 +214,10 @@ def test_a_batch_knows_its_requests_and_is_none_of_them(separate: str) -> None:
             child = await self.child.remote()
             return [(seen, child, serve.get_replica_context().servable_object is self)] * len(xs)
 
-    try:
+    with records_of(logger.name, RequestFilter()) as records:
         handle = run(bind(K, bind(Child)))
         responses = [handle.remote(1), handle.remote(2)]
         (ids, child_id, is_self), _ = results(responses)
-    finally:
-        logger.removeHandler(keep)
 
     assert ids == [response.request_id for response in responses]
     assert is_self

@@ -7,7 +7,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -28,6 +27,7 @@ from tests.servers import (
     get,
     ingress_run,
     process,
+    records_of,
     served,
     set_flags,
     write_module,
@@ -285,19 +285,10 @@ async def test_a_client_in_the_same_process_gets_the_error() -> None:
 
 @pytest.mark.parametrize("separate", ["0", "1"])
 def test_a_handler_gets_the_error_and_owner(monkeypatch: pytest.MonkeyPatch, separate: str) -> None:
-    class Keeping(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            kept.append(record)
-
-    kept: list[Any] = []
     set_flags(monkeypatch, separate)
-    server_logger = logging.getLogger("uvicorn.error")
-    server_logger.addHandler(handler := Keeping())
-    try:
+    with records_of("uvicorn.error") as kept:
         port = served(failing(), "library", "/library")
         get(port, "/library/boom/1", "X-Request-Id: the-first\r\n")
-    finally:
-        server_logger.removeHandler(handler)
     (record,) = kept
 
     assert record.levelno == logging.ERROR
