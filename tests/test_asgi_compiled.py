@@ -329,7 +329,9 @@ def test_the_shapes_are_compiled_that_say_so_and_no_others() -> None:
 
 
 def test_the_schema_of_the_shapes_is_that_of_fastapi() -> None:
-    assert bound(deployment_of(SHAPES.values())).openapi() == plain_app(SHAPES.values()).openapi()
+    # FastAPI describes no response class that takes its status in keywords.
+    shapes = [each for each in SHAPES.values() if each.name != "as_loud"]
+    assert bound(deployment_of(shapes)).openapi() == plain_app(shapes).openapi()
 
 
 ANEW_AT_EACH_REQUEST = hasattr(fastapi.routing, "_EffectiveRouteContext") and "app" not in {
