@@ -106,6 +106,12 @@ def serve(cls: type, *, replicas: int = 1, **options: Any) -> TestClient:
     return TestClient(Deployment(cls, replicas=replicas), **options)
 
 
+def json_of(cls: type, path: str) -> Any:
+    """Return the content of one answer of the class."""
+    with serve(cls) as client:
+        return client.get(path).json()
+
+
 async def request(
     app: Callable[[Scope, Receive, Send], Any], path: str, **scope: Any
 ) -> tuple[list[dict[str, Any]], Exception | None]:

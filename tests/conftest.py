@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
+from fastapi import FastAPI
 
 import ingress as serve
 from ingress import testing
@@ -121,6 +122,12 @@ def shutdown() -> Iterator[None]:
     """End all applications after the test."""
     yield
     serve.shutdown()
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    """Return an app without routes."""
+    return FastAPI()
 
 
 @pytest.fixture

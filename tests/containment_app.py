@@ -215,7 +215,16 @@ def async_dependency(e: str) -> None:
     boom(e)
 
 
+async def dependency_on_the_loop(e: str) -> None:
+    boom(e)
+
+
 def yield_before(e: str) -> Iterator[None]:
+    boom(e)
+    yield
+
+
+async def async_yield_before(e: str) -> AsyncIterator[None]:
     boom(e)
     yield
 
@@ -244,6 +253,12 @@ class Endpoints:
         return "ok"
 
     async def def_dependency(self, _: Annotated[None, Depends(async_dependency)]) -> str:
+        return "ok"
+
+    async def async_dependency(self, _: Annotated[None, Depends(dependency_on_the_loop)]) -> str:
+        return "ok"
+
+    async def async_yield_dependency(self, _: Annotated[None, Depends(async_yield_before)]) -> str:
         return "ok"
 
     async def yield_dependency(self, _: Annotated[None, Depends(yield_before)]) -> str:

@@ -136,6 +136,16 @@ def process(command: list[str], folder: Path, environ: dict[str, str]) -> Iterat
         (folder / f"{server.process.pid}.sock").unlink(missing_ok=True)  # a killed one leaves it
 
 
+@contextmanager
+def ingress_run(
+    folder: Path, target: str, *options: str, environ: dict[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """Serve by `ingress run` on a free port, in an environment as of `environment(folder)`."""
+    command = [*INGRESS, "run", target, "--port", "0", *options]
+    with process(command, folder, environment(folder) if environ is None else environ) as server:
+        yield server
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -38,6 +39,7 @@ from tests.programs import UVICORN as UVICORN
 from tests.programs import ServerProcess as ServerProcess
 from tests.programs import environment as environment
 from tests.programs import free_port as free_port
+from tests.programs import ingress_run as ingress_run
 from tests.programs import process as process
 from tests.programs import run_ingress as run_ingress
 from tests.programs import write_module as write_module
@@ -300,6 +302,39 @@ def ongoing() -> int:
     """Return the number of requests that hold a slot of the application "default"."""
     deployments = serve.status().applications["default"].deployments.values()
     return sum(replica.ongoing for each in deployments for replica in each.replicas)
+
+
+def change(deployment: str, **options: Any) -> list[Any]:
+    """Change options of a deployment of the application "default"; return the changes."""
+    return [*local_engine().change("default", {deployment: options})]
+
+
+def settle(timeout_s: float = PATIENCE_S) -> None:
+    """Wait until the application "default" has the replicas that it should have."""
+    local_engine().wait_until_settled("default", timeout_s)
+
+
+class _Keeping(logging.Handler):
+    def __init__(self, kept: list[logging.LogRecord], filters: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._kept = kept
+        for each in filters:
+            self.addFilter(each)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept.append(record)
+
+
+@contextmanager
+def records_of(name: str, *filters: Any) -> Iterator[list[Any]]:
+    """Yield the records of a logger, as a handler with these filters gets them."""
+    kept: list[logging.LogRecord] = []
+    handler = _Keeping(kept, filters)
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield kept
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def asking(timeout_s: object) -> str:

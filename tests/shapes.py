@@ -315,6 +315,10 @@ class Gone(JSONResponse):
 # Shapes.
 
 
+class TextStream(StreamingResponse):
+    media_type = "text/plain"
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One endpoint. `query`, `body` and `header` make a valid request."""
@@ -781,6 +785,14 @@ class Shapes:
         def chunks(self) -> Iterator[str]:
             yield "chunk"
 
+        @shape(response_class=TextStream, fit=False)
+        def text_chunks(self) -> Iterator[str]:
+            yield "text"
+
+        @shape()
+        async def included_lines(self) -> AsyncIterator[Item]:
+            yield Item(name="n")
+
     # On a router that is included below.
 
     @shape("/{x}")
@@ -788,7 +800,7 @@ class Shapes:
         return [x, one]
 
 
-INCLUDED = ("included", "lenient")
+INCLUDED = ("included", "included_lines", "lenient")
 STACKS = ("fastapi_inner_astack", "fastapi_function_astack", "fastapi_middleware_astack")
 
 

@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from ingress.observe.admin import app
 from ingress.observe.admin.listener import AdminListener
 from ingress.serving.http.admin_address import AdminOptions
 from tests.servers import (
-    INGRESS,
     UVICORN,
     ServerProcess,
     bind,
     environment,
     get,
+    ingress_run,
     is_ready,
     process,
     run_ingress,
@@ -77,8 +77,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def serving(folder: Path, *options: str, app: str = "hello") -> Iterator[ServerProcess]:
-    command = [*INGRESS, "run", f"app:{app}", "--port", "0", *options]
-    with process(command, folder, environment(folder)) as server:
+    with ingress_run(folder, f"app:{app}", *options) as server:
         server.wait_for("is ready at")
         yield server
 
@@ -109,7 +108,9 @@ def make() -> Snapshot:
 
 
 @contextmanager
-def listening(options: AdminOptions) -> Iterator[AdminListener]:
+def listening(
+    options: AdminOptions, make: Callable[[], Snapshot] = make
+) -> Iterator[AdminListener]:
     listener = AdminListener(make, options)
     try:
         yield listener
@@ -206,12 +207,10 @@ def test_a_busy_port_that_was_asked_for_is_refused_before_anything_is_served(fol
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         address = f"127.0.0.1:{busy.getsockname()[1]}"
-        command = [*INGRESS, "run", "app:hello", "--port", "0", "--admin", address]
-        with process(command, folder, environment(folder)) as server:
+        with ingress_run(folder, "app:hello", "--admin", address) as server:
             assert server.wait() == 1
-            assert f"--admin: Failed to bind to address '{address}'" in " ".join(
-                server.output.split()
-            )
+            output = " ".join(server.output.split())
+            assert f"--admin: Failed to bind to address '{address}'" in output
 
 
 @pytest.mark.reliability("S16")
@@ -256,9 +255,7 @@ def test_a_page_of_another_site_gets_nothing() -> None:
         port = port_of(listener)
         for origin in ("http://evil.example", f"http://127.0.0.1:{port + 1}", "http://[", ""):
             assert get(port, "/api/snapshot", f"Origin: {origin}\r\n").status == 403
-        raw = (
-            f"GET /api/snapshot HTTP/1.1\r\nHost: evil.example:{port}\r\nConnection: close\r\n\r\n"
-        )
+        raw = f"GET /api/snapshot HTTP/1.1\r\nHost: evil:{port}\r\nConnection: close\r\n\r\n"
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(raw.encode())
             with client.makefile("rb") as file:
@@ -281,9 +278,7 @@ def test_a_token_is_asked_for_before_anything_else() -> None:
 
 
 @pytest.mark.reliability("S16")
-def test_an_address_that_tries_tokens_has_to_wait_also_with_the_right_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_wrong_tokens_an_address_has_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     right = f"Authorization: Bearer {TOKEN}\r\n"
     with listening(AdminOptions("0.0.0.0:0", TOKEN)) as listener:
         port = port_of(listener)
@@ -294,8 +289,7 @@ def test_an_address_that_tries_tokens_has_to_wait_also_with_the_right_one(
         assert statuses(*[""] * 20, right) == [401] * 20 + [200]  # none is no wrong one
         wrong = [f"Authorization: Bearer {number:016}\r\n" for number in range(app.MOST_WRONG)]
         assert statuses(*wrong, wrong[0], right) == [401] * app.MOST_WRONG + [429, 429]
-        waits_s = int(get(port, "/metrics", right).headers["retry-after"])
-        assert 0 < waits_s <= app.PERIOD_S
+        assert 0 < int(get(port, "/metrics", right).headers["retry-after"]) <= app.PERIOD_S
         assert statuses("") == [401]
         with socket.socket() as other:  # of another address, which need not wait
             other.bind(("127.0.0.2", 0))
@@ -317,19 +311,15 @@ def test_viewers_at_once_share_one_snapshot() -> None:
         made.append(make())
         return made[-1]
 
-    listener = AdminListener(count, ANY_PORT)
-    try:
-        port = port_of(listener)
-        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    with listening(ANY_PORT, count) as listener:
+        address = ("127.0.0.1", port_of(listener))
+        clients = [socket.create_connection(address) for _ in range(200)]
         for client in clients:
             client.sendall(b"GET /api/snapshot HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         heads = []
         for client in clients:  # none has read before all have asked
-            with client.makefile("rb") as file:
+            with client, client.makefile("rb") as file:
                 heads.append(file.readline())
-            client.close()
-    finally:
-        listener.stop()
 
     assert heads == [b"HTTP/1.1 200 OK\r\n"] * 200
     assert len(made) < 100
@@ -393,8 +383,7 @@ def test_serve_start_gives_the_address(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level("INFO", "ingress"):
         serve.start({"port": 0}, admin="127.0.0.1:0")
     port = int(re.findall(r"admin listener at http://127.0.0.1:(\d+)", caplog.text)[0])
-    at = served(bind(Model), "mine", "/mine")
-    assert get(at, "/mine").status == 200
+    assert get(served(bind(Model), "mine", "/mine"), "/mine").status == 200
     assert counted(port) == {("/mine", "GET", 200): 1}
     serve.shutdown()
     with pytest.raises(OSError, match="refused"):

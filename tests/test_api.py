@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,16 +16,10 @@ from starlette.requests import Request
 
 import ingress as serve
 from ingress.exceptions import RayServeException
-from ingress.schema import ApplicationStatus
 from ingress.telemetry.logs.sinks import flush_all
-from tests.servers import PATIENCE_S, bind, served, set_flags
+from tests.servers import PATIENCE_S, bind, served
 
-
-@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
-def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_flags(monkeypatch, request.param)
-    yield
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("separate")
 
 
 @serve.deployment
@@ -126,21 +119,6 @@ def test_shutdown_async_stops_everything_from_a_running_loop() -> None:
     assert serve.status().applications == {}
 
 
-def test_a_replacement_that_fails_leaves_the_one_that_runs() -> None:
-    @serve.deployment(name="Echo")
-    class Failing:
-        def __init__(self) -> None:
-            raise ValueError("no")
-
-    port = served(bind(Echo, "old"))
-    with pytest.raises(RuntimeError, match="ValueError: no"):
-        serve.run(bind(Failing))
-
-    assert serve.status().applications["default"].status is ApplicationStatus.DEPLOY_FAILED
-    assert httpx.get(f"http://127.0.0.1:{port}/").text == "old"
-    assert serve.get_app_handle("default").remote().result(timeout_s=PATIENCE_S) == "old"
-
-
 def test_a_port_in_use_is_named() -> None:
     before = threading.active_count()
     with socket.socket() as listener:
@@ -193,9 +171,7 @@ def test_a_logging_config_is_checked(given: Any, error: type[Exception]) -> None
     assert serve.status().applications == {}
 
 
-def test_options_for_a_server_that_listens_take_effect_or_are_said_not_to(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_options_for_a_running_server_act_or_are_named(caplog: pytest.LogCaptureFixture) -> None:
     @serve.deployment
     async def slow(request: Request) -> None:
         await asyncio.Future()
@@ -235,8 +211,7 @@ def test_handles_are_found_by_name() -> None:
     serve.run(bind(Echo, "x"), name="app", route_prefix=None)
 
     assert serve.get_app_handle("app").remote().result(timeout_s=PATIENCE_S) == "x"
-    found = serve.get_deployment_handle("Echo", "app")
-    assert found.remote().result(timeout_s=PATIENCE_S) == "x"
+    assert serve.get_deployment_handle("Echo", "app").remote().result(timeout_s=PATIENCE_S) == "x"
     with pytest.raises(RayServeException, match="Application 'absent' does not exist"):
         serve.get_app_handle("absent")
     with pytest.raises(KeyError, match="Absent"):

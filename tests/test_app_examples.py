@@ -91,8 +91,7 @@ def test_every_example_has_a_test_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_says_how_to_run_it_and_what_to_see(name: str) -> None:
-    source = (FOLDER / f"{name}.py").read_text()
-    docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
+    docstring = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()), clean=False) or ""
 
     if name in APPLICATIONS:
         attribute = "hello" if name == "hello" else "app"
@@ -109,8 +108,7 @@ def test_an_example_says_how_to_run_it_and_what_to_see(name: str) -> None:
 def test_curl_shows_what_the_docstring_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SYNC_IN_THREADPOOL, raising=False)
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 10))
-    docstring = import_module(f"app_examples.{name}").__doc__ or ""
-    promised = CURL.findall(docstring)
+    promised = CURL.findall(import_module(f"app_examples.{name}").__doc__ or "")
     assert promised or name in ("async_stream", "blocking_stream", "numpy_deployment", "streams")
 
     with slow_server.running(wait=lambda: None) as slow, served(application(name)) as it:
@@ -179,14 +177,8 @@ def test_a_stream_from_the_command_line_shows_its_first_line_at_once(tmp_path: P
 
 
 @proves("streams")
-def test_each_way_to_stream_shows_its_first_line_at_once_and_ends_with_its_client(
-    tmp_path: Path,
-) -> None:
-    first_lines = {
-        "/lines": '{"number":0}',
-        "/events": 'data: {"number":0}',
-        "/text": "0",
-    }
+def test_each_way_to_stream_shows_a_line_at_once_and_ends_with_its_client(tmp_path: Path) -> None:
+    first_lines = {"/lines": '{"number":0}', "/events": 'data: {"number":0}', "/text": "0"}
     with run("streams", tmp_path) as server:
         for number, (path, expected) in enumerate(first_lines.items()):
             with httpx.stream("GET", server.url + path, trust_env=False) as response:
@@ -201,13 +193,9 @@ def test_a_websocket_echoes_until_ctrl_c(tmp_path: Path) -> None:
         with run("websocket_echo", tmp_path) as server:
             address = f"ws://127.0.0.1:{server.port}/echo"
             one, other = (connections.enter_context(connect(address, proxy=None)) for _ in range(2))
-            for client, text, answer in (
-                (one, "a", "1: a"),
-                (other, "b", "1: b"),
-                (one, "c", "2: c"),
-            ):
-                client.send(text)
-                assert client.recv(timeout=TIMEOUT_S) == answer
+            for client, sent, got in ((one, "a", "1: a"), (other, "b", "1: b"), (one, "c", "2: c")):
+                client.send(sent)
+                assert client.recv(timeout=TIMEOUT_S) == got
         for client in (one, other):
             with pytest.raises(ConnectionClosed) as closed:
                 client.recv(timeout=TIMEOUT_S)
@@ -217,9 +205,7 @@ def test_a_websocket_echoes_until_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @proves("hello")
-def test_a_client_generated_from_the_schema_calls_the_main_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generated_client_calls_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema, config = tmp_path / "openapi.json", tmp_path / "config.yml"
     openapi = ["openapi", "app_examples.hello:hello", "--app-dir", str(ROOT), "-o", str(schema)]
     config.write_text("post_hooks: []\n")
@@ -269,9 +255,7 @@ def test_the_models_come_and_go_as_the_docstring_says(tmp_path: Path) -> None:
         ("request_batching", "[0, 2, 4, 6, 8, 10, 12, 14]\n", ""),
     ],
 )
-def test_a_model_prints_what_its_handle_returned(
-    name: str, printed: str, warned: str, tmp_path: Path
-) -> None:
+def test_a_model_prints_its_results(name: str, printed: str, warned: str, tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", f"app_examples.{name}"],
         env=environment(tmp_path),
@@ -292,8 +276,7 @@ def test_the_slow_server_answers_after_a_second(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
     environ = {**environment(tmp_path), "SLOW_SERVER_URL": url}
-    command = [sys.executable, "-m", "app_examples.slow_server"]
-    with process(command, tmp_path, environ) as server:
+    with process([sys.executable, "-m", "app_examples.slow_server"], tmp_path, environ) as server:
         server.wait_for(re.escape(f"Slow server on {url}"))
         response = httpx.get(url, trust_env=False)
         server.signal(signal.SIGINT)
@@ -405,9 +388,7 @@ def served_with_slow_server(
 # "Offload to a thread, free the event loop."
 @proves("async_http", "threaded_http", "offload_io")
 @pytest.mark.parametrize("name", ["async_http", "threaded_http", "offload_io"])
-def test_non_blocking_http_calls_wait_side_by_side(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_blocking_http_calls_overlap(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     with served_with_slow_server(name, gate, monkeypatch) as it:
         responses = it.send(count=3)
@@ -448,9 +429,7 @@ def test_heavy_numpy_runs_in_several_threads_at_once() -> None:
     ("name", "limit"),
     [("my_service", 32), ("async_io_bound", 100), ("max_concurrent_queries", 1000)],
 )
-def test_as_many_requests_as_the_example_says_are_inside_and_the_next_queues(
-    name: str, limit: int
-) -> None:
+def test_as_many_requests_as_it_says_are_inside_and_the_next_queues(name: str, limit: int) -> None:
     gate = Gate()
 
     class LoopProbe(class_of(name)):  # type: ignore[misc]

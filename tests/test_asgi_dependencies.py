@@ -11,7 +11,7 @@ from fastapi.openapi.models import APIKey, APIKeyIn
 from fastapi.security.base import SecurityBase
 
 from ingress.app.asgi import ingress
-from tests.asgi_helpers import WORKER, bound, serve
+from tests.asgi_helpers import WORKER, bound, json_of, serve
 
 
 def thread() -> str:
@@ -40,9 +40,7 @@ def settings() -> str:
     return thread()
 
 
-def test_def_dependencies_of_every_shape_run_in_the_replicas_workers() -> None:
-    app = FastAPI()
-
+def test_def_dependencies_of_every_shape_run_in_the_replicas_workers(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/")
@@ -102,7 +100,7 @@ def test_dependencies_of_dependencies_routers_and_websockets_are_lifted_too() ->
     assert all(name.startswith(WORKER) for name in seen)
 
 
-def test_use_cache_calls_a_dependency_once_for_each_request() -> None:
+def test_use_cache_calls_a_dependency_once_for_each_request(app: FastAPI) -> None:
     calls: list[str] = []
 
     def one() -> int:
@@ -111,8 +109,6 @@ def test_use_cache_calls_a_dependency_once_for_each_request() -> None:
 
     def two(one: Annotated[int, Depends(one)]) -> int:
         return one
-
-    app = FastAPI()
 
     @ingress(app)
     class K:
@@ -132,14 +128,13 @@ def test_use_cache_calls_a_dependency_once_for_each_request() -> None:
 
 
 @pytest.mark.parametrize("included", [False, True], ids=["on-app", "on-included-router"])
-def test_overrides_have_the_original_as_key_and_work_live(included: bool) -> None:
+def test_overrides_have_the_original_as_key_and_work_live(included: bool, app: FastAPI) -> None:
     def real() -> str:
         return "real"
 
     def outer(inner: Annotated[str, Depends(real)]) -> str:
         return f"outer {inner}"
 
-    app = FastAPI()
     router = APIRouter() if included else app.router
 
     @ingress(app)
@@ -171,9 +166,8 @@ def test_overrides_have_the_original_as_key_and_work_live(included: bool) -> Non
         assert client.get("/").json() == ["outer real", "real"]
 
 
-def test_overrides_of_a_class_an_object_and_a_partial_work() -> None:
+def test_overrides_of_a_class_an_object_and_a_partial_work(app: FastAPI) -> None:
     lookup, part = Lookup("users"), partial(thread)
-    app = FastAPI()
 
     @ingress(app)
     class K:
@@ -187,15 +181,12 @@ def test_overrides_of_a_class_an_object_and_a_partial_work() -> None:
             return [params, rows, part]
 
     app.dependency_overrides = dict.fromkeys([Params, lookup, part], fake)
-    with serve(K) as client:
-        assert client.get("/").json() == ["fake", "fake", "fake"]
+    assert json_of(K, "/") == ["fake", "fake", "fake"]
 
 
-def test_lifted_dependencies_stay_in_the_workers_while_others_are_overridden() -> None:
+def test_lifted_dependencies_stay_in_the_workers_while_others_are_overridden(app: FastAPI) -> None:
     def outer(inner: Annotated[str, Depends(thread)]) -> list[str]:
         return [inner, thread()]
-
-    app = FastAPI()
 
     @ingress(app)
     class K:
@@ -303,7 +294,7 @@ def test_a_subclass_overrides_a_method_that_is_a_dependency() -> None:
         assert client.get("/?token=t").json()[0] == "SUB USER"
 
 
-def test_a_sync_decorator_over_a_dependency_is_seen_through_as_fastapi_does() -> None:
+def test_a_sync_decorator_over_a_dependency_is_seen_through_as_fastapi_does(app: FastAPI) -> None:
     log: list[str] = []
 
     def logged(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,8 +313,6 @@ def test_a_sync_decorator_over_a_dependency_is_seen_through_as_fastapi_does() ->
     async def on_loop() -> str:
         return thread()
 
-    app = FastAPI()
-
     @ingress(app)
     class K:
         @app.get("/")
@@ -340,7 +329,7 @@ def test_a_sync_decorator_over_a_dependency_is_seen_through_as_fastapi_does() ->
     assert log == ["closed"]
 
 
-def test_security_schemes_keep_their_place_in_the_schema() -> None:
+def test_security_schemes_keep_their_place_in_the_schema(app: FastAPI) -> None:
     class Header(SecurityBase):
         def __init__(self) -> None:
             self.model = APIKey.model_validate({"in": APIKeyIn.header, "name": "x-key"})
@@ -348,8 +337,6 @@ def test_security_schemes_keep_their_place_in_the_schema() -> None:
 
         def __call__(self, request: Request) -> str:
             return request.headers["x-key"]
-
-    app = FastAPI()
 
     @ingress(app)
     class K:

@@ -277,9 +277,7 @@ FAILURES: dict[str, Any] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("after", [0, 1, 40])
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_a_stream_that_fails_is_cut_after_the_items_it_made(
-    shape: str, after: int, failure: str
-) -> None:
+async def test_a_failed_stream_is_cut_after_its_items(shape: str, after: int, failure: str) -> None:
     steps = [*[Item(n=n) for n in range(after)], FAILURES[failure], Item(n=99)]
     seen: list[Any] = []
     ours, is_complete, error = await streamed(shape, steps, seen=seen)
@@ -370,9 +368,7 @@ async def test_a_cancelled_stream_has_been_closed_where_it_ran(shape: str, waits
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_stream_whose_start_cannot_be_sent_runs_nothing_of_its_generator(
-    shape: str,
-) -> None:
+async def test_a_stream_whose_start_is_not_sent_runs_nothing_of_its_generator(shape: str) -> None:
     seen: list[Any] = []
 
     async def on_message(message: Message) -> None:

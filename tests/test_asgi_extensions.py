@@ -95,9 +95,7 @@ def test_a_layer_that_is_set_on_the_app_serves_the_methods(
         assert client.get("/openapi-paths").json() == ["/", "/openapi-paths"]
 
 
-def test_a_stack_that_hides_its_end_is_refused_at_the_start() -> None:
-    app = FastAPI()
-
+def test_a_stack_that_hides_its_end_is_refused_at_the_start(app: FastAPI) -> None:
     async def hidden(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("no replica serves it")
 
@@ -166,11 +164,9 @@ def test_the_users_app_keeps_its_own_attributes_outside_of_replicas() -> None:
         app.absent  # type: ignore[attr-defined]
 
 
-def test_overrides_that_a_test_replaces_as_a_whole_reach_all_replicas() -> None:
+def test_overrides_that_a_test_replaces_as_a_whole_reach_all_replicas(app: FastAPI) -> None:
     def number() -> int:
         return 1
-
-    app = FastAPI()
 
     @ingress(app)
     class K:
@@ -204,9 +200,7 @@ def by_position(func: Callable[..., Any]) -> Callable[..., Any]:
     return async_wrapper if inspect.iscoroutinefunction(func) else sync_wrapper
 
 
-def test_a_decorator_gets_keywords_only_as_fastapi_passes_them() -> None:
-    app = FastAPI()
-
+def test_a_decorator_gets_keywords_only_as_fastapi_passes_them(app: FastAPI) -> None:
     @ingress(app)
     class K:
         def __init__(self) -> None:

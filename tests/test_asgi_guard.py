@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
-from fastapi import BackgroundTasks, Depends, FastAPI, Request, Response
+from fastapi import BackgroundTasks, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -17,63 +17,26 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from ingress.app.asgi import ingress
 from ingress.exceptions import RequestTimeoutError, UserCodeExit
 from tests.asgi_helpers import Deployment, request
+from tests.containment_app import boom, endpoints_on, make_app
 from tests.servers import turns
 
 pytestmark = pytest.mark.anyio
 
-ERRORS: list[type[BaseException]] = [
-    LookupError,
-    SystemExit,
-    KeyboardInterrupt,
-    asyncio.CancelledError,
-    StopIteration,
-    RecursionError,
-]
+NAMES = ["Exception", "SystemExit-3", "KeyboardInterrupt", "CancelledError"]
+NAMES += ["StopIteration", "RecursionError", "BaseException"]
 
 
-class Exited(BaseException):
-    pass
+async def fails() -> None:
+    raise LookupError
 
 
-def raising(error: str) -> None:
-    raise next((each for each in ERRORS if each.__name__ == error), Exited)("on purpose")
-
-
-async def on_loop(error: str) -> None:
-    raising(error)
-
-
-def sync_dependency(error: str) -> None:
-    raising(error)
-
-
-async def async_dependency(error: str) -> None:
-    raising(error)
-
-
-def before_yield(error: str) -> Iterator[None]:
-    raising(error)
-    yield
-
-
-async def before_async_yield(error: str) -> AsyncIterator[None]:
-    raising(error)
-    yield
-
-
-def sync_chunks(error: str) -> Iterator[str]:
+async def chunks() -> AsyncIterator[str]:
     yield "1"
-    raising(error)
-
-
-async def async_chunks(error: str) -> AsyncIterator[str]:
-    yield "1"
-    raising(error)
+    raise LookupError
 
 
 async def passing(request: Request, call_next: Callable[..., Any]) -> Response:
@@ -87,91 +50,29 @@ def add_passing(app: FastAPI, count: int = 1) -> None:
         app.middleware("http")(passing)
 
 
-class Declined(Exception):
-    pass
-
-
 def failing_app(middleware: int) -> type:
-    app = FastAPI()
-
+    app, mounted = make_app(), FastAPI()
     add_passing(app, middleware)
-
-    @app.exception_handler(Declined)
-    async def declined(request: Request, error: Exception) -> Response:
-        raising(str(error))
-        raise AssertionError
-
-    mounted = FastAPI()
     app.mount("/mounted", mounted)
-
     add_passing(mounted)
 
     @mounted.get("/")
-    async def below(error: str) -> None:
-        raising(error)
+    async def below(e: str) -> None:
+        boom(e)
 
-    @ingress(app)
-    class K:
-        @app.get("/async")
-        async def on_loop(self, error: str) -> None:
-            raising(error)
-
-        @app.get("/def")
-        def in_thread(self, error: str) -> None:
-            raising(error)
-
-        @app.get("/sync-dependency")
-        def sync_dependency(self, d: Annotated[None, Depends(sync_dependency)]) -> None: ...
-
-        @app.get("/async-dependency")
-        def async_dependency(self, d: Annotated[None, Depends(async_dependency)]) -> None: ...
-
-        @app.get("/yield-dependency")
-        def yields(self, d: Annotated[None, Depends(before_yield)]) -> None: ...
-
-        @app.get("/async-yield-dependency")
-        def yields_async(self, d: Annotated[None, Depends(before_async_yield)]) -> None: ...
-
-        @app.get("/exception-handler")
-        def handled(self, error: str) -> None:
-            raise Declined(error)
-
-        @app.get("/sync-stream")
-        def sync_stream(self, error: str) -> StreamingResponse:
-            return StreamingResponse(sync_chunks(error))
-
-        @app.get("/async-stream")
-        async def async_stream(self, error: str) -> StreamingResponse:
-            return StreamingResponse(async_chunks(error))
-
-        @app.get("/background")
-        async def background(self, error: str, tasks: BackgroundTasks) -> str:
-            tasks.add_task(on_loop, error)
-            return "answered"
-
-        @app.websocket("/ws")
-        async def ws(self, socket: WebSocket, error: str) -> None:
-            await socket.accept()
-            raising(error)
-
-        @app.get("/ok")
-        async def ok(self) -> str:
-            return "ok"
-
-    return K
+    return endpoints_on(app, "K")
 
 
 BEFORE_THE_ANSWER = [
-    "/async",
-    "/def",
-    "/sync-dependency",
-    "/async-dependency",
-    "/yield-dependency",
-    "/async-yield-dependency",
-    "/exception-handler",
+    "/async_endpoint",
+    "/def_endpoint",
+    "/def_dependency",
+    "/async_dependency",
+    "/yield_dependency",
+    "/async_yield_dependency",
+    "/exception_handler",
     "/mounted/",
 ]
-NAMES = [each.__name__ for each in ERRORS] + ["Exited"]
 
 
 def is_answered(messages: list[dict[str, Any]], status: int) -> bool:
@@ -188,13 +89,31 @@ async def answer(app: Any, path: str, **scope: Any) -> tuple[list[dict[str, Any]
         return await request(deployment, path, **scope)
 
 
+async def check(
+    app: Any, error: type[Exception], status: int = 500, path: str = "/", **scope: Any
+) -> None:
+    """Assert that a request is answered whole, and raises an error."""
+    messages, raised = await answer(app, path, **scope)
+
+    assert isinstance(raised, error)
+    assert is_answered(messages, status)
+
+
+async def exits() -> None:
+    raise SystemExit
+
+
+async def exiting(*_: Any) -> Any:
+    raise SystemExit
+
+
 async def failures(path: str, middleware: int) -> AsyncIterator[tuple[list[dict[str, Any]], Any]]:
     """Yield the answer to a request for each error, after one that was served behind it."""
     deployment = Deployment(failing_app(middleware))
     async with deployment.running():
         for error in NAMES:
-            messages, raised = await request(deployment, f"{path}?error={error}")
-            after, _ = await request(deployment, "/ok")
+            messages, raised = await request(deployment, f"{path}?e={error}")
+            after, _ = await request(deployment, f"{path}?e=nothing")
             assert is_answered(after, 200), error
             assert isinstance(raised, Exception), error
             yield messages, raised
@@ -202,43 +121,27 @@ async def failures(path: str, middleware: int) -> AsyncIterator[tuple[list[dict[
 
 @pytest.mark.parametrize("middleware", [0, 1, 2])
 @pytest.mark.parametrize("path", BEFORE_THE_ANSWER)
-async def test_a_failure_before_the_answer_is_a_500_and_the_next_request_is_served(
-    path: str, middleware: int
-) -> None:
+async def test_an_early_failure_is_a_500_and_the_next_is_served(path: str, middleware: int) -> None:
     async for messages, raised in failures(path, middleware):
         assert is_answered(messages, 500), raised
 
 
 @pytest.mark.parametrize("middleware", [0, 1, 2])
-@pytest.mark.parametrize("path", ["/sync-stream", "/async-stream"])
+@pytest.mark.parametrize("path", ["/sync_stream", "/async_stream"])
 async def test_a_stream_that_fails_half_way_is_cut(path: str, middleware: int) -> None:
     async for (start, *body), raised in failures(path, middleware):
-        assert (start["status"], body[0]["body"]) == (200, b"1"), raised
+        assert (start["status"], body[0]["body"]) == (200, b"ok"), raised
         assert all(each["more_body"] for each in body), raised
 
 
 @pytest.mark.parametrize("middleware", [0, 1, 2])
 async def test_a_failing_background_task_leaves_the_answer_whole(middleware: int) -> None:
-    async for messages, raised in failures("/background", middleware):
+    async for messages, raised in failures("/background_task", middleware):
         assert is_answered(messages, 200), raised
 
 
-@pytest.mark.parametrize("error", NAMES)
-async def test_a_failing_websocket_raises_an_exception(error: str) -> None:
-    deployment = Deployment(failing_app(1))
-    async with deployment.running():
-        messages, raised = await request(
-            deployment, f"/ws?error={error}", type="websocket", subprotocols=[]
-        )
-
-    assert raised is not None
-    assert messages[0]["type"] == "websocket.accept"
-
-
-async def test_a_cancelled_request_is_cancelled() -> None:
+async def test_a_cancelled_request_is_cancelled(app: FastAPI) -> None:
     waiting = asyncio.Event()
-    app = FastAPI()
-
     add_passing(app)
 
     @app.get("/")
@@ -302,9 +205,8 @@ async def test_an_endpoint_below_middlewares_is_cancelled_once(middleware: int, 
     assert seen == [*(["shielded"] if how == "shields" else []), "cancelled", "finally"]
 
 
-async def test_a_middleware_that_fails_cancels_the_endpoint_below_it() -> None:
+async def test_a_middleware_that_fails_cancels_the_endpoint_below_it(app: FastAPI) -> None:
     seen: list[str] = []
-    app = FastAPI()
 
     @app.middleware("http")
     async def failing(request: Request, call_next: Callable[..., Any]) -> Response:
@@ -320,26 +222,15 @@ async def test_a_middleware_that_fails_cancels_the_endpoint_below_it() -> None:
             await asyncio.gather(turns())
             seen.append("finally")
 
-    messages, raised = await answer(app, "/")
-
-    assert isinstance(raised, TimeoutError)
-    assert is_answered(messages, 500)
+    await check(app, TimeoutError)
     assert seen == ["finally"]
 
 
-async def test_an_exit_in_a_middleware_between_others_is_contained() -> None:
-    app = FastAPI()
-
-    @app.middleware("http")
-    async def exiting(request: Request, call_next: Callable[..., Any]) -> Response:
-        raise SystemExit
-
+async def test_an_exit_in_a_middleware_between_others_is_contained(app: FastAPI) -> None:
+    app.middleware("http")(exiting)
     add_passing(app)
 
-    messages, raised = await answer(app, "/")
-
-    assert isinstance(raised, UserCodeExit)
-    assert is_answered(messages, 500)
+    await check(app, UserCodeExit)
 
 
 async def test_an_exit_below_a_mount_of_a_mount_is_contained() -> None:
@@ -349,17 +240,12 @@ async def test_an_exit_below_a_mount_of_a_mount_is_contained() -> None:
 
     add_passing(inner)
 
-    @inner.get("/")
-    async def root() -> None:
-        raise SystemExit
+    inner.get("/")(exits)
 
-    messages, raised = await answer(app, "/outer/inner/")
-
-    assert isinstance(raised, UserCodeExit)
-    assert is_answered(messages, 500)
+    await check(app, UserCodeExit, path="/outer/inner/")
 
 
-async def test_a_middleware_that_cancels_what_it_began_answers_for_it() -> None:
+async def test_a_middleware_that_cancels_what_it_began_answers_for_it(app: FastAPI) -> None:
     class Impatient:
         def __init__(self, app: Any) -> None:
             self.app = app
@@ -377,12 +263,11 @@ async def test_a_middleware_that_cancels_what_it_began_answers_for_it() -> None:
                 await self.app(scope, receive, cancelling_send)
             await PlainTextResponse("too late", status_code=408)(scope, receive, send)
 
-    app = FastAPI()
     app.add_middleware(Impatient)
 
     @app.get("/")
     async def root() -> Response:
-        return StreamingResponse(async_chunks("LookupError"))
+        return StreamingResponse(chunks())
 
     messages, raised = await answer(app, "/")
 
@@ -391,24 +276,14 @@ async def test_a_middleware_that_cancels_what_it_began_answers_for_it() -> None:
 
 
 async def test_an_exit_in_the_middleware_of_a_mount_is_contained() -> None:
-    async def exiting(scope: Scope, receive: Receive, send: Send) -> None:
-        raise SystemExit
 
-    app = FastAPI(
-        routes=[
-            Mount("/m", app=exiting, middleware=[Middleware(BaseHTTPMiddleware, dispatch=passing)])
-        ]
-    )
+    middleware = [Middleware(BaseHTTPMiddleware, dispatch=passing)]
+    app = FastAPI(routes=[Mount("/m", app=exiting, middleware=middleware)])
 
-    messages, raised = await answer(app, "/m/")
-
-    assert isinstance(raised, UserCodeExit)
-    assert is_answered(messages, 500)
+    await check(app, UserCodeExit, path="/m/")
 
 
 async def test_an_exit_of_a_raw_app_is_contained() -> None:
-    async def exiting(scope: Scope, receive: Receive, send: Send) -> None:
-        raise SystemExit
 
     messages, raised = await answer(exiting, "/")
 
@@ -416,8 +291,7 @@ async def test_an_exit_of_a_raw_app_is_contained() -> None:
     assert messages == []
 
 
-async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean() -> None:
-    app = FastAPI()
+async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean(app: FastAPI) -> None:
     app.add_middleware(GZipMiddleware)  # holds the start back until the body
 
     class Broken(Response):
@@ -429,30 +303,30 @@ async def test_an_error_answer_in_place_of_a_kept_back_start_ends_clean() -> Non
     async def root() -> Response:
         return Broken()
 
-    messages, raised = await answer(app, "/", headers=[(b"accept-encoding", b"gzip")])
-
-    assert isinstance(raised, LookupError)
-    assert is_answered(messages, 500)
+    await check(app, LookupError, headers=[(b"accept-encoding", b"gzip")])
 
 
-async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut() -> None:
-    app = FastAPI()
+class Hiding:
+    """Middleware that ends a failed response, or just swallows the error."""
 
-    class Hiding:
-        def __init__(self, app: Any) -> None:
-            self.app = app
+    def __init__(self, app: Any, *, ends: bool) -> None:
+        self.app = app
+        self.ends = ends
 
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await self.app(scope, receive, send)
-            except Exception:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except Exception:
+            if self.ends:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    app.add_middleware(Hiding)
+
+async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut(app: FastAPI) -> None:
+    app.add_middleware(Hiding, ends=True)
 
     @app.get("/")
     async def root() -> Response:
-        return StreamingResponse(async_chunks("LookupError"))
+        return StreamingResponse(chunks())
 
     messages, raised = await answer(app, "/")
 
@@ -462,22 +336,11 @@ async def test_a_middleware_that_hides_the_failure_does_not_hide_the_cut() -> No
 
 async def test_a_background_failure_that_a_middleware_hides_leaves_the_answer_whole() -> None:
     app = FastAPI()
-
-    class Hiding:
-        def __init__(self, app: Any) -> None:
-            self.app = app
-
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await self.app(scope, receive, send)
-            except LookupError:
-                pass
-
-    app.add_middleware(Hiding)
+    app.add_middleware(Hiding, ends=False)
 
     @app.get("/")
     async def root(tasks: BackgroundTasks) -> None:
-        tasks.add_task(on_loop, "LookupError")
+        tasks.add_task(fails)
 
     messages, raised = await answer(app, "/")
 
@@ -485,16 +348,10 @@ async def test_a_background_failure_that_a_middleware_hides_leaves_the_answer_wh
     assert is_answered(messages, 200)
 
 
-async def test_an_exit_in_the_handler_for_every_exception_is_contained() -> None:
-    app = FastAPI()
+async def test_an_exit_in_the_handler_for_every_exception_is_contained(app: FastAPI) -> None:
+    app.exception_handler(Exception)(exiting)
 
-    @app.exception_handler(Exception)
-    async def handle(request: Request, error: Exception) -> Response:
-        raise SystemExit
-
-    @app.get("/")
-    async def root() -> None:
-        raise LookupError
+    app.get("/")(fails)
 
     messages, raised = await answer(app, "/")
 
@@ -502,29 +359,16 @@ async def test_an_exit_in_the_handler_for_every_exception_is_contained() -> None
     assert messages == []
 
 
-async def test_the_users_handler_for_every_exception_answers_an_exit() -> None:
-    app = FastAPI()
-
+async def test_the_users_handler_for_every_exception_answers_an_exit(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def handle(request: Request, error: Exception) -> Response:
         return PlainTextResponse(type(error).__name__, status_code=500)
 
-    @app.get("/")
-    async def root() -> None:
-        raise SystemExit
+    app.get("/")(exits)
 
     messages, _ = await answer(app, "/")
 
     assert messages[1]["body"] == b"UserCodeExit"
-
-
-async def test_a_scope_without_asgi_is_accepted() -> None:
-    deployment = Deployment(failing_app(0))
-    async with deployment.running():
-        messages, error = await request(deployment, "/ok")
-
-    assert error is None
-    assert is_answered(messages, 200)
 
 
 @pytest.mark.parametrize("middleware", [0, 1, 2])

@@ -21,6 +21,11 @@ LOOP = "loop Api#0"
 POOL = "thread Api#0-worker"
 DB = "thread Api#0-db-worker"
 SERIAL = "thread Api#0-serial-worker"
+PLACES = pytest.mark.parametrize(
+    ("options", "place"),
+    [({"lane": "db"}, DB), ({"execution": "serial"}, SERIAL), ({"execution": "event_loop"}, LOOP)],
+    ids=["lane", "serial", "event_loop"],
+)
 
 
 class OwnRoute(APIRoute):
@@ -32,8 +37,7 @@ class OwnRoute(APIRoute):
 
 @contextmanager
 def run(app: FastAPI, cls: type) -> Iterator[Any]:
-    deployment = serve.deployment(lanes={"db": 2})(serve.ingress(app)(cls))
-    with served(deployment.bind()) as it:
+    with served(serve.deployment(lanes={"db": 2})(serve.ingress(app)(cls)).bind()) as it:
         yield it
 
 
@@ -100,9 +104,7 @@ def test_endpoints_and_dependencies_run_where_they_say() -> None:
     }
 
 
-def test_an_override_runs_where_it_says_and_not_where_its_base_did() -> None:
-    app = FastAPI()
-
+def test_an_override_runs_where_it_says_and_not_where_its_base_did(app: FastAPI) -> None:
     class Base:
         @app.get("/placed")
         def placed(self) -> str:
@@ -130,14 +132,8 @@ def test_an_override_runs_where_it_says_and_not_where_its_base_did() -> None:
     reason="this FastAPI has no streaming endpoints",
 )
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "fastapi"])
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [({"lane": "db"}, DB), ({"execution": "serial"}, SERIAL), ({"execution": "event_loop"}, LOOP)],
-    ids=["lane", "serial", "event_loop"],
-)
-def test_a_generator_endpoint_is_iterated_where_it_says(
-    options: Any, place: str, is_compiled: bool
-) -> None:
+@PLACES
+def test_a_generator_is_iterated_where_it_says(options: Any, place: str, is_compiled: bool) -> None:
     app = FastAPI()
     app.router.route_class = APIRoute if is_compiled else OwnRoute
     closed: list[str] = []
@@ -178,11 +174,7 @@ def connection(**options: Any) -> tuple[Callable[[], Iterator[str]], list[str]]:
     return connect, events
 
 
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [({"lane": "db"}, DB), ({"execution": "serial"}, SERIAL), ({"execution": "event_loop"}, LOOP)],
-    ids=["lane", "serial", "event_loop"],
-)
+@PLACES
 def test_both_halves_of_a_yield_dependency_run_where_it_says(options: Any, place: str) -> None:
     app = FastAPI()
     connect, events = connection(**options)
@@ -217,8 +209,7 @@ def test_both_halves_of_a_yield_dependency_run_where_it_says(options: Any, place
         wait_until(lambda: events[left:] == [f"left in {place}"])
 
 
-def test_a_dependency_of_the_class_with_yield_runs_where_it_says() -> None:
-    app = FastAPI()
+def test_a_dependency_of_the_class_with_yield_runs_where_it_says(app: FastAPI) -> None:
     left: list[str] = []
 
     class Api:

@@ -108,9 +108,7 @@ def test_replicas_on_loops_of_their_own_find_each_route_at_once_while_others_ask
         assert [each.result() for each in asking] == [{200}] * 2
 
 
-def test_a_method_that_becomes_a_route_later_is_bound_to_the_instance() -> None:
-    app = FastAPI()
-
+def test_a_method_that_becomes_a_route_later_is_bound_to_the_instance(app: FastAPI) -> None:
     @ingress(app)
     class K:
         def __init__(self) -> None:

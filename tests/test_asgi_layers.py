@@ -104,18 +104,14 @@ async def frames_in_layers(app: FastAPI, path: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("path", ["/items/7", "/def", "/stream"])
-async def test_a_simple_request_enters_no_layer(path: str) -> None:
-    app = FastAPI()
+async def test_a_simple_request_enters_no_layer(path: str, app: FastAPI) -> None:
     declare(app)
     assert await frames_in_layers(app, path) == {}
 
 
-async def test_a_response_that_gets_the_scope_is_sent_inside_of_the_layers() -> None:
-    app = FastAPI()
+async def test_a_response_that_gets_the_scope_is_sent_inside_of_the_layers(app: FastAPI) -> None:
     declare(app)
-    assert set(await frames_in_layers(app, "/scope")) == {
-        each.__name__ for each in (*LAYERS, Router)
-    }
+    assert set(await frames_in_layers(app, "/scope")) == {cls.__name__ for cls in (*LAYERS, Router)}
 
 
 @pytest.mark.parametrize("path", ["/items/7", "/items/x", "/scope", "/refused", "/http", "/none"])
@@ -202,9 +198,7 @@ def test_a_layer_that_a_replica_puts_on_its_app_is_entered_from_then_on(
         assert entered == ["/"]
 
 
-async def test_an_exit_of_a_dependency_that_fastapi_calls_is_answered_by_the_users_handler() -> (
-    None
-):
+async def test_an_exit_of_a_dependency_of_fastapi_is_answered_by_the_users_handler() -> None:
     app = FastAPI()
 
     @app.exception_handler(Exception)

@@ -22,7 +22,7 @@ import ingress as ingress_package
 from ingress.app.asgi import ingress
 from ingress.context import REPLICA
 from ingress.exceptions import RayServeException, UserCodeExit
-from tests.asgi_helpers import Deployment, Replica, bound, serve
+from tests.asgi_helpers import Deployment, Replica, bound, json_of, serve
 
 pytestmark = pytest.mark.anyio
 
@@ -31,6 +31,11 @@ def application_with(lifespan: Any) -> Any:
     app = FastAPI(lifespan=lifespan)
     app.get("/")(lambda: "root")
     return ingress_package.deployment(ingress(app)()).bind()
+
+
+def replica_of(app: Any) -> Replica:
+    cls = ingress(app)()
+    return Replica(cls, bound(cls))
 
 
 def test_the_order_is_constructor_start_up_requests_shutdown() -> None:
@@ -71,9 +76,7 @@ async def test_start_up_and_shutdown_are_one_task_in_the_replica() -> None:
         assert asyncio.current_task() is task
         variable.reset(token)
 
-    cls = ingress(FastAPI(lifespan=lifespan))()
-
-    replica = Replica(cls, bound(cls))
+    replica = replica_of(FastAPI(lifespan=lifespan))
     await asyncio.create_task(replica.start())
     await asyncio.create_task(replica.stop())
 
@@ -101,9 +104,7 @@ async def test_what_the_lifespan_raises_is_raised(
         yield
         raise raised
 
-    cls = ingress(FastAPI(lifespan=lifespan))()
-
-    replica = Replica(cls, bound(cls))
+    replica = replica_of(FastAPI(lifespan=lifespan))
     if phase == "start-up":
         with pytest.raises(expected) as caught:
             await replica.start()
@@ -117,17 +118,13 @@ async def test_what_the_lifespan_raises_is_raised(
     assert caught.value is raised or caught.value.__cause__ is raised
 
 
-async def test_a_middleware_that_cannot_be_built_fails_the_start() -> None:
+async def test_a_middleware_that_cannot_be_built_fails_the_start(app: FastAPI) -> None:
     def broken(app: Any) -> Any:
         raise LookupError("no config")
 
-    app = FastAPI()
     app.add_middleware(broken)
-
-    cls = ingress(app)()
-
     with pytest.raises(LookupError, match="no config"):
-        await Replica(cls, bound(cls)).start()
+        await replica_of(app).start()
 
 
 async def test_a_cancelled_start_cancels_the_lifespan() -> None:
@@ -143,9 +140,7 @@ async def test_a_cancelled_start_cancels_the_lifespan() -> None:
             raise
         yield
 
-    cls = ingress(FastAPI(lifespan=lifespan))()
-
-    task = asyncio.create_task(Replica(cls, bound(cls)).start())
+    task = asyncio.create_task(replica_of(FastAPI(lifespan=lifespan)).start())
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -181,10 +176,8 @@ async def test_a_raw_app_says_that_its_start_up_failed() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "lifespan.startup.failed", "message": "no database"})
 
-    cls = ingress(app)()
-
     with pytest.raises(RayServeException, match="no database"):
-        await Replica(cls, bound(cls)).start()
+        await replica_of(app).start()
 
 
 def test_each_request_gets_a_copy_of_what_the_lifespan_yields() -> None:
@@ -259,8 +252,7 @@ def test_a_middleware_that_refuses_the_lifespan_leaves_the_app_without_as_under_
     app.add_middleware(NeedsHeaders)
     app.get("/")(lambda: "root")
 
-    with serve(ingress(app)()) as client:
-        assert client.get("/").json() == "root"
+    assert json_of(ingress(app)(), "/") == "root"
     (record,) = [each for each in caplog.records if each.name == "ingress"]
     assert "let the middleware pass on scopes whose type is 'lifespan'" in record.message
 
@@ -282,8 +274,7 @@ def test_start_up_handlers_of_included_routers_run() -> None:
     assert log == ["up", "down"]
 
 
-def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app() -> None:
-    app = FastAPI()
+def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app(app: FastAPI) -> None:
     app.state.shared = "shared"
 
     @ingress(app)
@@ -333,7 +324,7 @@ def test_a_starlette_has_a_state_of_its_own_in_each_replica() -> None:
         assert [client.get("/").text for _ in range(4)] == ["1", "1", "2", "2"]
 
 
-async def test_middleware_is_made_for_each_replica() -> None:
+async def test_middleware_is_made_for_each_replica(app: FastAPI) -> None:
     made: list[Any] = []
 
     class Counting:
@@ -344,7 +335,6 @@ async def test_middleware_is_made_for_each_replica() -> None:
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             await self.app(scope, receive, send)
 
-    app = FastAPI()
     app.add_middleware(Counting)
 
     async with Deployment(ingress(app)(), replicas=2).running():

@@ -196,8 +196,11 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+ClassApp = tuple[FastAPI, type]
+
+
 @pytest.fixture(scope="module")
-def class_app() -> tuple[FastAPI, type]:
+def class_app() -> ClassApp:
     app = app_of(Endpoints)
     return app, ingress(app)(type("K", (Endpoints,), {}))
 
@@ -210,11 +213,7 @@ def function_app() -> FastAPI:
 @pytest.mark.reliability("F01")
 @pytest.mark.parametrize(("method", "path", "options"), REQUESTS)
 def test_the_answer_is_the_same(
-    method: str,
-    path: str,
-    options: dict[str, Any],
-    class_app: tuple[FastAPI, type],
-    function_app: FastAPI,
+    method: str, path: str, options: Any, class_app: ClassApp, function_app: FastAPI
 ) -> None:
     with serve(class_app[1]) as served, TestClient(function_app) as plain:
         ours = served.request(method, path, **options)
@@ -226,20 +225,20 @@ def test_the_answer_is_the_same(
 
 @pytest.mark.reliability("F01")
 def test_the_schema_is_the_same_byte_for_byte_without_a_replica(
-    class_app: tuple[FastAPI, type], function_app: FastAPI
+    class_app: ClassApp, function_app: FastAPI
 ) -> None:
     assert json.dumps(bound(class_app[1]).openapi()) == json.dumps(function_app.openapi())
 
 
 @pytest.mark.reliability("F01")
-def test_a_websocket_answers_the_same(class_app: tuple[FastAPI, type]) -> None:
+def test_a_websocket_answers_the_same(class_app: ClassApp) -> None:
     with serve(class_app[1]) as client, client.websocket_connect("/ws") as socket:
         socket.send_text("x")
 
         assert socket.receive_text() == "xreal"
 
 
-def test_the_users_app_keeps_its_routes(class_app: tuple[FastAPI, type]) -> None:
+def test_the_users_app_keeps_its_routes(class_app: ClassApp) -> None:
     app, cls = class_app
     routes = list(app.routes)
 

@@ -85,9 +85,7 @@ def app_with_rivals() -> FastAPI:
         ("GET", "/docs", {}),
     ],
 )
-def test_a_path_is_answered_as_by_the_users_app(
-    method: str, path: str, headers: dict[str, str]
-) -> None:
+def test_a_path_is_answered_as_by_the_app(method: str, path: str, headers: dict[str, str]) -> None:
     app = app_with_rivals()
 
     @ingress.ingress(app)

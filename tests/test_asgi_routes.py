@@ -10,7 +10,7 @@ from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
 
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError, ResponseValidationError
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
@@ -28,7 +28,7 @@ from ingress.exceptions import (
     RequestCancelledError,
     RequestTimeoutError,
 )
-from tests.asgi_helpers import WORKER, bound, serve
+from tests.asgi_helpers import WORKER, bound, json_of, serve
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,9 +37,7 @@ def thread() -> str:
     return threading.current_thread().name
 
 
-def test_def_endpoints_run_in_the_replicas_workers_and_async_ones_on_its_loop() -> None:
-    app = FastAPI()
-
+def test_def_endpoints_run_in_the_replicas_workers_and_async_ones_on_its_loop(app: FastAPI) -> None:
     class Callable_:
         def __call__(self) -> str:
             return thread()
@@ -65,9 +63,7 @@ def test_def_endpoints_run_in_the_replicas_workers_and_async_ones_on_its_loop() 
         assert "worker" not in client.get("/async").json()
 
 
-def test_a_sync_decorator_over_an_async_method_is_awaited_on_the_loop() -> None:
-    app = FastAPI()
-
+def test_a_sync_decorator_over_an_async_method_is_awaited_on_the_loop(app: FastAPI) -> None:
     def logged(func: F) -> F:
         @wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +86,7 @@ def test_a_sync_decorator_over_an_async_method_is_awaited_on_the_loop() -> None:
         assert client.get("/").status_code == 422
 
 
-def test_an_endpoint_without_a_hash_is_served() -> None:
+def test_an_endpoint_without_a_hash_is_served(app: FastAPI) -> None:
     @dataclass
     class Greeting:
         text: str
@@ -98,34 +94,12 @@ def test_an_endpoint_without_a_hash_is_served() -> None:
         def __call__(self, name: str) -> str:
             return self.text + name
 
-    app = FastAPI()
     app.get("/")(Greeting("hello "))
 
-    with serve(ingress(app)()) as client:
-        assert client.get("/?name=x").json() == "hello x"
+    assert json_of(ingress(app)(), "/?name=x") == "hello x"
 
 
-def test_declared_order_is_kept_between_methods_and_functions() -> None:
-    app = FastAPI()
-
-    @ingress(app)
-    class K:
-        @app.get("/items/special")
-        def special(self) -> str:
-            return "method"
-
-    @app.get("/items/{name}")
-    def item(name: str) -> str:
-        return "function"
-
-    with serve(K) as client:
-        assert client.get("/items/special").json() == "method"
-        assert client.get("/items/other").json() == "function"
-
-
-def test_an_override_runs_without_being_decorated_again() -> None:
-    app = FastAPI()
-
+def test_an_override_runs_without_being_decorated_again(app: FastAPI) -> None:
     class Base:
         @app.get("/name")
         def name(self, n: int = 1) -> str:
@@ -165,9 +139,7 @@ def test_an_override_with_other_parameters_is_refused_with_both_signatures(overr
         bound(sub)
 
 
-def test_two_methods_of_one_name_each_serve_their_own_route() -> None:
-    app = FastAPI()
-
+def test_two_methods_of_one_name_each_serve_their_own_route(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/first")
@@ -183,9 +155,7 @@ def test_two_methods_of_one_name_each_serve_their_own_route() -> None:
         assert client.get("/second").json() == "second"
 
 
-def test_a_decorator_above_the_route_does_not_run_as_in_fastapi() -> None:
-    app = FastAPI()
-
+def test_a_decorator_above_the_route_does_not_run_as_in_fastapi(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @cached_property
@@ -193,13 +163,10 @@ def test_a_decorator_above_the_route_does_not_run_as_in_fastapi() -> None:
         def root(self) -> str:
             return "plain"
 
-    with serve(K) as client:
-        assert client.get("/").json() == "plain"
+    assert json_of(K, "/") == "plain"
 
 
-def test_private_static_and_class_methods_are_served() -> None:
-    app = FastAPI()
-
+def test_private_static_and_class_methods_are_served(app: FastAPI) -> None:
     @ingress(app)
     class K:
         name = "k"
@@ -263,9 +230,7 @@ def test_classes_that_share_an_app_serve_their_own_methods_and_the_functions(fir
         assert list(a.get("/openapi.json").json()["paths"]) == ["/a", "/static", "/free"]
 
 
-def test_a_class_renamed_after_its_body_still_owns_its_methods() -> None:
-    app = FastAPI()
-
+def test_a_class_renamed_after_its_body_still_owns_its_methods(app: FastAPI) -> None:
     class K:
         @app.get("/")
         def root(self) -> str:
@@ -274,35 +239,10 @@ def test_a_class_renamed_after_its_body_still_owns_its_methods() -> None:
     K.__qualname__ = "Renamed"
     ingress(app)(K)
 
-    with serve(K) as client:
-        assert client.get("/").json() == "root"
+    assert json_of(K, "/") == "root"
 
 
-def test_an_include_level_guard_protects_methods() -> None:
-    app, router = FastAPI(), APIRouter()
-
-    def refuse() -> None:
-        raise PermissionError
-
-    @app.exception_handler(PermissionError)
-    async def refused(request: Request, error: Exception) -> Response:
-        return PlainTextResponse("no", status_code=401)
-
-    @ingress(app)
-    class K:
-        @router.get("/secret")
-        def secret(self) -> str:
-            return "secret"
-
-    app.include_router(router, prefix="/guarded", dependencies=[Depends(refuse)])
-    app.include_router(router, prefix="/open")
-
-    with serve(K) as client:
-        assert client.get("/guarded/secret").status_code == 401
-        assert client.get("/open/secret").json() == "secret"
-
-
-def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive() -> None:
+def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive(app: FastAPI) -> None:
     class Timed(APIRoute):
         def get_route_handler(self) -> Callable[..., Any]:
             handler = super().get_route_handler()
@@ -314,7 +254,6 @@ def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive() -> None:
 
             return timed
 
-    app = FastAPI()
     app.router.route_class = Timed
 
     def marked(func: F) -> F:
@@ -334,8 +273,7 @@ def test_a_custom_route_class_and_marks_on_endpoint_and_route_survive() -> None:
         assert client.get("/").headers["x-mark"] == "marked!"
 
 
-def test_a_validation_error_names_the_users_file_and_method() -> None:
-    app = FastAPI()
+def test_a_validation_error_names_the_users_file_and_method(app: FastAPI) -> None:
     seen: list[str] = []
 
     @app.exception_handler(RequestValidationError)
@@ -360,21 +298,6 @@ def test_a_validation_error_names_the_users_file_and_method() -> None:
     for text, name in ((seen[0], "root"), (str(caught.value), "bad")):
         assert __file__ in text
         assert f"in {name}" in text
-
-
-def test_the_prefix_of_the_server_shows_in_urls_and_docs() -> None:
-    app = FastAPI()
-
-    @ingress(app)
-    class K:
-        @app.get("/items/{n}")
-        def item(self, request: Request, n: int) -> str:
-            return str(request.url_for("item", n=n))
-
-    with serve(K, root_path="/v1") as client:
-        assert client.get("/v1/items/3").json() == "http://testserver/v1/items/3"
-        assert "/v1/openapi.json" in client.get("/v1/docs").text
-        assert client.get("/v1/openapi.json").json()["servers"] == [{"url": "/v1"}]
 
 
 def test_mounted_apps_are_served_as_they_are() -> None:
@@ -532,9 +455,7 @@ def test_a_child_that_cannot_answer_is_its_errors_status_and_message(
         (500, ERRORS[-1]),
     ],
 )
-def test_the_users_handler_for_it_is_kept(handled: Any, error: Exception) -> None:
-    app = FastAPI()
-
+def test_the_users_handler_for_it_is_kept(handled: Any, error: Exception, app: FastAPI) -> None:
     @app.exception_handler(handled)
     async def mine(request: Request, error: Exception) -> Response:
         return PlainTextResponse("mine", status_code=418)
@@ -549,9 +470,7 @@ def test_the_users_handler_for_it_is_kept(handled: Any, error: Exception) -> Non
         assert client.get("/").status_code == 418
 
 
-def test_a_websocket_behind_a_busy_child_is_told_to_try_again_later() -> None:
-    app = FastAPI()
-
+def test_a_websocket_behind_a_busy_child_is_told_to_try_again_later(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.websocket("/")
@@ -565,9 +484,7 @@ def test_a_websocket_behind_a_busy_child_is_told_to_try_again_later() -> None:
     assert caught.value.code == 1013
 
 
-def test_an_app_that_was_served_without_a_class_is_bound_all_the_same() -> None:
-    app = FastAPI()
-
+def test_an_app_that_was_served_without_a_class_is_bound_all_the_same(app: FastAPI) -> None:
     @ingress(app)
     class K:
         @app.get("/")

@@ -106,9 +106,7 @@ def test_the_application_is_served_without_a_word(caplog: pytest.LogCaptureFixtu
 
 
 def test_an_application_without_a_name_is_described() -> None:
-    answer = TestClient(nameless[0]).get("/")
-
-    assert answer.text == (
+    assert TestClient(nameless[0]).get("/").text == (
         "This app is served without its deployment Nameless, which has its methods. Bind the "
         "deployment, application = Nameless.bind(), and serve application."
     )

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 import ingress as package
 from ingress.exceptions import RouteNotServedWarning
 from tests.asgi_helpers import bound, serve
-from tests.servers import INGRESS, environment, get, process, served, write_module
+from tests.servers import get, ingress_run, served, write_module
 
 HEAD = """import inspect
 from typing import Annotated
@@ -95,9 +95,7 @@ def test_a_route_that_is_left_over_is_named_once(
     assert fix in str(said[0].message)
 
 
-def test_a_class_without_a_route_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_class_without_routes_logs_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, module = load(tmp_path, NO_ROUTE)
 
     bound(module.K)
@@ -136,8 +134,7 @@ def test_a_class_that_has_neither_routes_nor_call_is_named_where_it_is_an_asgi_a
 def test_ingress_run_says_that_a_class_has_neither_routes_nor_call(tmp_path: Path) -> None:
     text = "import ingress as serve\nclass Lost:\n    def predict(self): ...\n"
     write_module(tmp_path, "of_servers", f"{text}lost = serve.deployment(Lost).bind()\n")
-    command = [*INGRESS, "run", "of_servers:lost", "--port", "0"]
-    with process(command, tmp_path, environment(tmp_path)) as server:
+    with ingress_run(tmp_path, "of_servers:lost") as server:
         assert get(server.port, "/").status == 500
         assert server.output.count("of_servers.Lost has no `__call__` and no routes") == 1
 

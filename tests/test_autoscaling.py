@@ -103,8 +103,7 @@ def test_replicas_follow_the_load_up_and_down_and_no_request_is_lost(gate: Gate)
 
 def test_a_deployment_of_no_replicas_starts_one_for_its_first_request(gate: Gate) -> None:
     gate.go.count_down()
-    scaling = {"min_replicas": 0, "max_replicas": 2, **SOON}
-    port = served(gated(gate, autoscaling_config=scaling))
+    port = served(gated(gate, autoscaling_config={"min_replicas": 0, "max_replicas": 2, **SOON}))
     assert running("Gated") == 0
     assert (get(port, "/-/readyz").status, get(port, "/-/healthz").status) == (200, 200)
     assert get(port, "/").status == 200
@@ -116,9 +115,7 @@ def test_a_deployment_of_no_replicas_starts_one_for_its_first_request(gate: Gate
 
 
 @pytest.mark.reliability("B19")
-def test_requests_under_a_load_that_comes_and_goes_are_all_answered(
-    switch_interval: None,
-) -> None:
+def test_requests_under_a_load_that_comes_and_goes_are_all_answered(switch_interval: None) -> None:
     @serve.deployment(
         max_ongoing_requests=1,
         autoscaling_config={

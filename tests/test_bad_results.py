@@ -232,9 +232,7 @@ def test_a_forgotten_await_and_a_value_that_is_no_json_are_told_in_one_sentence(
     assert found == {name: f"{here(name)} {text}" for name, text in expected.items()}
 
 
-def test_an_error_that_has_a_line_of_the_users_or_names_the_endpoint_stays_as_it_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_with_a_users_line_or_the_endpoint_stays(caplog: pytest.LogCaptureFixture) -> None:
     port = served(bind(Endpoints, bind(Callee)))
     failing = told(port, "/failing", caplog)
     assert f'File "{__file__}"' in failing

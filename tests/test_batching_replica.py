@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -26,27 +25,14 @@ from tests.servers import (
     PATIENCE_S,
     Connection,
     bind,
-    get,
     ongoing,
+    records_of,
     served,
     set_flags,
     wait_until,
 )
 
 LONG_S = 30.0
-
-
-@pytest.fixture(params=["1", "0"], ids=["separate1", "separate0"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param)
-    yield request.param
-    serve.shutdown()
-
-
-@pytest.fixture
-def started() -> Iterator[None]:
-    yield
-    serve.shutdown()
 
 
 def results(responses: list[Any]) -> list[Any]:
@@ -162,7 +148,7 @@ def test_one_application_started_twice_batches_on_both_loops(separate: str) -> N
 
 
 def test_a_loop_that_user_code_makes_for_itself_in_a_replica_works_as_well(
-    started: None, monkeypatch: pytest.MonkeyPatch
+    shutdown: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
 
@@ -208,16 +194,7 @@ def test_a_batch_never_mixes_models_and_knows_its_own(separate: str) -> None:
 
 
 def test_a_batch_knows_its_requests_and_is_none_of_them(separate: str) -> None:
-    records: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    keep = Keep()
-    keep.addFilter(RequestFilter())
     logger = logging.getLogger("test_batching_replica")
-    logger.addHandler(keep)
 
     @serve.deployment
     class Child:
@@ -237,12 +214,10 @@ def test_a_batch_knows_its_requests_and_is_none_of_them(separate: str) -> None:
             child = await self.child.remote()
             return [(seen, child, serve.get_replica_context().servable_object is self)] * len(xs)
 
-    try:
+    with records_of(logger.name, RequestFilter()) as records:
         handle = run(bind(K, bind(Child)))
         responses = [handle.remote(1), handle.remote(2)]
         (ids, child_id, is_self), _ = results(responses)
-    finally:
-        logger.removeHandler(keep)
 
     assert ids == [response.request_id for response in responses]
     assert is_self
@@ -298,33 +273,9 @@ def test_batches_a_replica_can_never_fill_are_warned_of_once_a_deployment(
 # Callers that leave
 
 
-LEAVES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("app", "how"), [("plain", "FIN"), ("plain", "RST"), ("fastapi", "FIN"), ("middleware", "RST")]
 )
-
-
-@LEAVES
-def test_a_client_that_leaves_while_its_batch_forms_takes_no_place_in_it(
-    separate: str, app: str, how: str
-) -> None:
-    deployment, made = HOLDS[app]()
-    port = served(bind(deployment))
-    for _ in range(2):
-        del made[0].batches[:]
-        made[0].release.count_down()
-        leaver = Connection(port)
-        leaver.request("/leaver")
-        wait_until(lambda: ongoing() == 1)
-        leaver.reset() if how == "RST" else leaver.socket.close()
-        wait_until(lambda: ongoing() == 0)
-        with ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(lambda x: get(port, f"/{x}").status, range(2)))
-        assert answers == [200, 200]
-        [batch] = made[0].batches
-        assert sorted(request.url.path for request in batch) == ["/0", "/1"]
-
-
-@LEAVES
 @pytest.mark.parametrize("leaves", ["first", "second"])
 def test_a_client_that_leaves_while_its_batch_runs_loses_only_its_own_result(
     separate: str, app: str, leaves: str, how: str
@@ -366,8 +317,7 @@ def test_the_request_of_a_client_that_left_can_still_be_asked_for_its_body(separ
                 got.append(error)
             return [None]
 
-    port = served(bind(serve.deployment(K)))
-    with Connection(port) as leaver:
+    with Connection(served(bind(serve.deployment(K)))) as leaver:
         # More bytes than are read before the slot, but fewer than the length.
         leaver.request("/", method="POST", headers="Content-Length: 100000\r\n")
         leaver.send(b"x" * 70_000)
@@ -397,7 +347,7 @@ def test_a_replica_that_stops_cancels_its_batches_and_no_caller_hangs(separate: 
 
 @pytest.mark.parametrize("written", ["def", "async def"])
 def test_a_handler_that_is_stuck_holds_up_neither_the_stop_nor_its_callers(
-    started: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: str
+    shutdown: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: str
 ) -> None:
     set_flags(monkeypatch, "1")
     entered, release = threading.Event(), Latch()
@@ -450,9 +400,7 @@ def test_a_batch_that_waits_for_the_slots_of_its_own_callers_is_a_cycle(separate
             response.result(timeout_s=PATIENCE_S)
 
 
-def test_calls_and_cancellations_from_many_threads_leave_nothing(
-    separate: str, switch_interval: None
-) -> None:
+def test_calls_and_cancels_of_threads_leave_nothing(separate: str, switch_interval: None) -> None:
     class K:
         @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.001, max_concurrent_batches=2)
         async def __call__(self, xs: list[int]) -> list[int]:

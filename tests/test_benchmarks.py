@@ -75,9 +75,7 @@ def ran_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     "row", [*ROWS, *PROCESS_ROWS], ids=lambda row: f"{row.name}-{row.setup}".strip("-")
 )
-def test_both_sides_of_a_row_answer_alike(
-    row: Row, side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_sides_of_a_row_agree(row: Row, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served: Served = getattr(row, side)
     module, name = served.app.split(":")
     for variable, value in served.env.items():
@@ -94,9 +92,7 @@ def test_both_sides_of_a_row_answer_alike(
 
 def test_the_plain_side_does_not_import_ours() -> None:
     script = "import benchmarks.apps.plain, sys; print('ingress' in sys.modules)"
-    ran = ran_here([sys.executable, "-c", script])
-
-    assert ran.stdout == "False\n"
+    assert ran_here([sys.executable, "-c", script]).stdout == "False\n"
 
 
 def test_every_target_of_a_row_over_http_is_measured() -> None:
@@ -318,20 +314,12 @@ def test_without_wrk_it_says_so() -> None:
     assert ran.stderr == "wrk is missing; get it with `apt-get install wrk`\n"
 
 
-def test_a_peer_that_is_not_installed_is_left_out_with_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    absent = Peer("Absent", "no-such-peer", lambda *_: [], STAY)
-
-    assert list(installed([absent])) == []
-    assert capsys.readouterr().out == (
-        "Absent is left out: it is not in .venv-peers/no-such-peer\n"
-    )
+def test_a_missing_peer_is_left_out_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(installed([Peer("Absent", "no-such-peer", lambda *_: [], STAY)])) == []
+    assert capsys.readouterr().out == "Absent is left out: it is not in .venv-peers/no-such-peer\n"
 
 
-def test_what_was_measured_before_an_error_is_printed_and_not_written(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_figures_before_an_error_are_printed_only(capsys: pytest.CaptureFixture[str]) -> None:
     def measure() -> command.Results:
         yield pairs()
         raise BenchmarkError("the server hung up")

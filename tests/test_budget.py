@@ -15,7 +15,7 @@ from ingress.app.declaration.build import build
 from ingress.app.declaration.declaration import Application
 from ingress.core.base.settings import NATIVE_THREADS, SYNC_IN_THREADPOOL, Settings
 from ingress.observe.inspection.budget import ThreadBudget, available_cores, thread_budget
-from tests.servers import INGRESS, environment, get, process, write_module
+from tests.servers import environment, get, ingress_run, write_module
 
 
 class Async:
@@ -60,15 +60,10 @@ def deployed(cls: type, **options: Any) -> serve.Deployment:
 
 
 def budget(
-    application: Application,
-    environ: dict[str, str] | None = None,
-    *,
-    cores: float = 16,
-    processes: int = 1,
+    application: Application, environ: Any = (), *, cores: float = 16, processes: int = 1
 ) -> ThreadBudget:
-    settings = Settings.from_environment(environ or {})
-    built = build(application, "default")
-    return thread_budget(built, settings, processes=processes, cores=cores)
+    settings = Settings.from_environment(dict(environ))
+    return thread_budget(build(application, "default"), settings, processes=processes, cores=cores)
 
 
 # Number of threads.
@@ -92,9 +87,7 @@ def budget(
         pytest.param(bound(Async, ray_actor_options={"num_cpus": 0.5}), 1, id="half-a-core"),
         pytest.param(bound(Async, ray_actor_options={"num_cpus": 64}), 16, id="no-such-cores"),
         pytest.param(
-            bound(Endpoints, ray_actor_options={"num_cpus": 4}, lanes={"cpu": 2}),
-            2,
-            id="num_cpus-of-a-lane",
+            bound(Endpoints, ray_actor_options={"num_cpus": 4}, lanes={"cpu": 2}), 2, id="of-a-lane"
         ),
     ],
 )
@@ -102,16 +95,17 @@ def test_each_call_has_its_share_of_the_cores(application: Application, threads:
     assert budget(application).threads == threads
 
 
-def test_a_def_counts_as_in_threads_where_the_flag_puts_it_there() -> None:
-    assert budget(bound(Sync), {SYNC_IN_THREADPOOL: "1"}).threads == 1
-
-
-def test_each_worker_process_has_all_the_replicas() -> None:
-    assert budget(bound(Async), processes=4).threads == 4
-
-
-def test_a_part_of_a_core_is_none() -> None:
-    assert budget(bound(Async), cores=1.5).threads == 1
+@pytest.mark.parametrize(
+    ("cls", "options", "threads"),
+    [
+        (Sync, {"environ": {SYNC_IN_THREADPOOL: "1"}}, 1),
+        (Async, {"processes": 4}, 4),
+        (Async, {"cores": 1.5}, 1),
+    ],
+    ids=["a def where the flag puts it in threads", "worker processes", "a part of a core"],
+)
+def test_flag_processes_and_whole_cores_count(cls: type, options: Any, threads: int) -> None:
+    assert budget(bound(cls), **options).threads == threads
 
 
 def test_deployments_divide_what_is_left_by_those_who_say_what_they_need() -> None:
@@ -125,8 +119,7 @@ def test_deployments_divide_what_is_left_by_those_who_say_what_they_need() -> No
 
 def test_a_deployment_that_needs_no_core_takes_none() -> None:
     model = deployed(Async, name="Model").bind()
-    gateway = deployed(Async, name="Gateway", ray_actor_options={"num_cpus": 0}).bind(model)
-    made = budget(gateway)
+    made = budget(deployed(Async, name="Gateway", ray_actor_options={"num_cpus": 0}).bind(model))
 
     assert made.threads == 16
     assert made.product == "1 replica of Model x 1 call x 16 native threads"
@@ -147,9 +140,7 @@ def test_the_product_is_what_is_multiplied() -> None:
 
 
 def test_all_variables_are_set_to_the_same_number() -> None:
-    made = budget(bound(Serial, num_replicas=4))
-
-    assert made.variables == dict.fromkeys(NATIVE_THREADS, "4")
+    assert budget(bound(Serial, num_replicas=4)).variables == dict.fromkeys(NATIVE_THREADS, "4")
 
 
 def test_variables_that_are_set_stay_and_so_do_those_that_default_to_them() -> None:
@@ -161,9 +152,8 @@ def test_variables_that_are_set_stay_and_so_do_those_that_default_to_them() -> N
 
 
 def test_one_that_nothing_follows_is_left_alone() -> None:
-    made = budget(bound(Async), {"MKL_NUM_THREADS": "3"})
-
-    assert made.variables.keys() == {*NATIVE_THREADS} - {"MKL_NUM_THREADS"}
+    variables = budget(bound(Async), {"MKL_NUM_THREADS": "3"}).variables
+    assert variables.keys() == {*NATIVE_THREADS} - {"MKL_NUM_THREADS"}
 
 
 @pytest.mark.parametrize("value", ["many", "0", "4,2"])
@@ -175,9 +165,7 @@ def test_a_value_that_is_no_number_is_the_librarys_to_read(value: str) -> None:
 
 
 def test_too_many_threads_are_warned_of_with_the_product_and_the_fix() -> None:
-    made = budget(bound(Endpoints, lanes={"cpu": 8}), {"OMP_NUM_THREADS": "16"})
-
-    assert made.warning == (
+    assert budget(bound(Endpoints, lanes={"cpu": 8}), {"OMP_NUM_THREADS": "16"}).warning == (
         "1 replica of Endpoints x 8 calls x 16 native threads (OMP_NUM_THREADS) are 128 runnable "
         "threads on 16 cores; set OMP_NUM_THREADS=2, or leave it to `ingress run`"
     )
@@ -185,9 +173,7 @@ def test_too_many_threads_are_warned_of_with_the_product_and_the_fix() -> None:
 
 @pytest.mark.parametrize("threads", ["", "1", "2"])
 def test_as_many_as_the_cores_are_worth_is_no_reason_to_warn(threads: str) -> None:
-    application = bound(Endpoints, lanes={"cpu": 8})
-
-    assert budget(application, {"OMP_NUM_THREADS": threads}).warning is None
+    assert budget(bound(Endpoints, lanes={"cpu": 8}), {"OMP_NUM_THREADS": threads}).warning is None
 
 
 def test_more_calls_than_cores_is_no_reason_to_warn_if_each_has_one_thread() -> None:
@@ -208,48 +194,30 @@ def tree(root: Path, **files: str) -> Path:
 MINE = len(os.sched_getaffinity(0))
 
 
+CGROUP, V1, V2 = "proc/self/cgroup", "sys/fs/cgroup/cpu/cpu.cfs_", "sys/fs/cgroup/cpu.max"
+OF_THE_HOST = {
+    CGROUP: "5:memory:/\n4:cpu,cpuacct:/docker/of-the-host\n0::/",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "75000",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+}
+NO_QUOTA = {CGROUP: "4:cpu:/", f"{V1}quota_us": "-1", f"{V1}period_us": "100000"}
+IN_A_POD = {
+    CGROUP: "0::/pod/box",
+    "sys/fs/cgroup/pod/cpu.max": "25000 100000",
+    "sys/fs/cgroup/pod/box/cpu.max": "max 100000",
+}
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
         pytest.param({}, MINE, id="no-cgroups"),
-        pytest.param(
-            {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000"}, 0.5, id="v2"
-        ),
-        pytest.param(
-            {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, MINE, id="no-limit"
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/pod/box",
-                "sys/fs/cgroup/pod/cpu.max": "25000 100000",
-                "sys/fs/cgroup/pod/box/cpu.max": "max 100000",
-            },
-            0.25,
-            id="v2-parent",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "5:memory:/\n4:cpu,cpuacct:/docker/of-the-host\n0::/",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "75000",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
-            0.75,
-            id="v1-in-a-container",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "4:cpu:/",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            MINE,
-            id="v1-no-limit",
-        ),
-        pytest.param(
-            {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "9900000 100000"},
-            min(MINE, 99),
-            id="more-than-there-are",
-        ),
+        pytest.param({CGROUP: "0::/", V2: "50000 100000"}, 0.5, id="v2"),
+        pytest.param({CGROUP: "0::/", V2: "max 100000"}, MINE, id="no-limit"),
+        pytest.param(IN_A_POD, 0.25, id="v2-parent"),
+        pytest.param(OF_THE_HOST, 0.75, id="v1-in-a-container"),
+        pytest.param(NO_QUOTA, MINE, id="v1-no-limit"),
+        pytest.param({CGROUP: "0::/", V2: "9900000 100000"}, min(MINE, 99), id="more-than-are"),
     ],
 )
 def test_the_cores_are_those_the_process_may_use(
@@ -292,8 +260,7 @@ def unset(folder: Path) -> dict[str, str]:
 def run(folder: Path, *, calls: int, at_import: str = "", **environ: str) -> tuple[Any, str]:
     """Return the endpoint's findings, and the output."""
     write_module(folder, "svd", SVD.format(calls=calls, at_import=at_import))
-    command = [*INGRESS, "run", "svd:svd", "--port", "0"]
-    with process(command, folder, {**unset(folder), **environ}) as server:
+    with ingress_run(folder, "svd:svd", environ={**unset(folder), **environ}) as server:
         server.wait_for("is ready")
         found = json.loads(get(server.port, "/").body)
         assert found["pid"] == server.process.pid
@@ -316,8 +283,8 @@ child = Child.bind()
 
 def test_a_child_process_has_the_threads_of_its_num_cpus_under_run(tmp_path: Path) -> None:
     write_module(tmp_path, "child", CHILD)
-    command = [*INGRESS, "run", "child:child", "--port", "0"]
-    with process(command, tmp_path, unset(tmp_path) | {"MKL_NUM_THREADS": "5"}) as server:
+    environ = unset(tmp_path) | {"MKL_NUM_THREADS": "5"}
+    with ingress_run(tmp_path, "child:child", environ=environ) as server:
         server.wait_for("is ready")
         assert json.loads(get(server.port, "/").body) == ["7", "5"]
 
@@ -352,8 +319,8 @@ app = Environment.bind()
 @pytest.mark.parametrize("workers", [1, 2])
 def test_run_divides_the_cores_among_its_processes(tmp_path: Path, workers: int) -> None:
     write_module(tmp_path, "environ", ENVIRONMENT)
-    command = [*INGRESS, "run", "environ:app", "--port", "0", "--workers", str(workers)]
-    with process(command, tmp_path, unset(tmp_path)) as server:
+    options = ("--workers", str(workers))
+    with ingress_run(tmp_path, "environ:app", *options, environ=unset(tmp_path)) as server:
         found = server.wait_for(r"each call has (\d+)")[1]
         server.signal()
         server.wait()  # the workers end, too

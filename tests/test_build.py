@@ -100,9 +100,7 @@ def test_the_same_node_twice_is_one_deployment() -> None:
     assert built.ingress.init_args == (HandleSlot("leaf"), [HandleSlot("leaf")])
 
 
-def test_nodes_of_one_name_are_numbered_with_a_warning_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nodes_of_one_name_are_numbered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     taken = leaf.options(name="leaf_1").bind()
     with caplog.at_level(logging.WARNING, logger="ingress"):
         built = build(Node.bind(taken, leaf.bind(), leaf.bind(), Node.bind()), "app")
@@ -256,9 +254,7 @@ def test_an_application_among_its_own_arguments_is_a_value_error() -> None:
 def test_user_config_without_reconfigure_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="deployment 'Node' is a class missing reconfigure method"):
         build(Node.options(user_config={"a": 1}).bind(), "app")
-    with pytest.raises(
-        ValueError, match=r"deployment 'leaf' is a function, .* missing reconfigure"
-    ):
+    with pytest.raises(ValueError, match=r"deployment 'leaf' is a function, .*missing reconfigure"):
         build(Node.bind(leaf.options(user_config={"a": 1}).bind()), "app")
 
 

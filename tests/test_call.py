@@ -89,11 +89,7 @@ def test_waiting_in_threads_and_on_loops_at_once(switch_interval: None) -> None:
         assert call.wait_blocking(PATIENCE_S)
         got.append(call.outcome())
 
-    together(
-        *[lambda: asyncio.run(on_loop())] * 3,
-        *[in_thread] * 3,
-        lambda: call.settle("answer"),
-    )
+    together(*[lambda: asyncio.run(on_loop())] * 3, *[in_thread] * 3, lambda: call.settle("answer"))
 
     assert got == ["answer"] * 6
 

@@ -26,7 +26,17 @@ from ingress.exceptions import (
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.testing import Latch
 from tests.fakes import bind, make_call, together
-from tests.servers import PATIENCE_S, Connection, served, set_flags, until, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    Connection,
+    ongoing,
+    overview,
+    result,
+    served,
+    set_flags,
+    until,
+    wait_until,
+)
 
 
 @pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
@@ -48,6 +58,11 @@ class Seen:
     def wait_for_began(self, count: int = 1) -> None:
         for _ in range(count):
             assert self.began.acquire(timeout=PATIENCE_S)
+
+    def cancel_begun(self, response: Any, count: int = 1) -> None:
+        """Cancel a response once this number of calls has begun."""
+        self.wait_for_began(count)
+        response.cancel()
 
     def has_ended(self, *expected: str) -> bool:
         return sorted(self.ended) == sorted(expected)
@@ -165,9 +180,8 @@ def test_cancellation_is_requested_for_every_kind_of_work_and_every_cause(
     method: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str] = []
-    handle = serve.run(
-        bind(serve.deployment(graceful_shutdown_timeout_s=0.1)(Worker), told), route_prefix=None
-    )
+    worker = serve.deployment(graceful_shutdown_timeout_s=0.1)(Worker)
+    handle = serve.run(bind(worker, told), route_prefix=None)
     is_stream = method == "in_generator"
     response = handle.options(method_name=method, stream=is_stream).remote()
 
@@ -184,11 +198,12 @@ def test_cancellation_is_requested_for_every_kind_of_work_and_every_cause(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert response.cancelled()
 
     if how == "awaiter":
         asyncio.run(cancel_awaiter())
     else:
-        assert handle.has_begun.remote().result(timeout_s=PATIENCE_S)
+        assert result(handle.has_begun.remote())
         if how == "cancel":
             response.cancel()
         else:
@@ -293,8 +308,7 @@ class Parent:
     async def deep(self, depth: int) -> Any:
         if depth == 0:
             return await self.child.remote()
-        me = serve.get_deployment_handle("Parent")
-        return await me.deep.remote(depth - 1)
+        return await serve.get_deployment_handle("Parent").deep.remote(depth - 1)
 
 
 @pytest.fixture
@@ -324,9 +338,7 @@ def test_a_cancelled_request_cancels_the_calls_made_in_it(
     parent: DeploymentHandle, seen: Seen, how: str
 ) -> None:
     count, ended = CHILDREN[how]
-    response = getattr(parent, how).remote()
-    seen.wait_for_began(count)
-    response.cancel()
+    seen.cancel_begun(getattr(parent, how).remote(), count)
 
     wait_until(lambda: seen.has_ended(*ended))
     wait_until(is_idle)
@@ -335,8 +347,7 @@ def test_a_cancelled_request_cancels_the_calls_made_in_it(
 def test_a_client_that_leaves_cancels_its_request_without_a_word_whatever_it_asked_for(
     seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = served(bind(serve.deployment(Child), seen))
-    with Connection(port) as client:
+    with Connection(served(bind(serve.deployment(Child), seen))) as client:
         client.request("/", headers="x-request-disconnect-disabled: ?1\r\n")
         seen.wait_for_began()
 
@@ -348,11 +359,7 @@ def test_a_client_that_leaves_cancels_its_request_without_a_word_whatever_it_ask
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "told",
-    [ClientDisconnect, StreamClosedError, WebSocketDisconnect],
-    ids=lambda told: told.__name__,
-)
+@pytest.mark.parametrize("told", [ClientDisconnect, StreamClosedError, WebSocketDisconnect])
 def test_a_def_that_ends_with_what_it_was_told_is_not_worth_a_record(
     told: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -373,7 +380,7 @@ def test_a_def_that_ends_with_what_it_was_told_is_not_worth_a_record(
     assert began.wait(PATIENCE_S)
     response.cancel()
     with pytest.raises(RequestCancelledError):
-        response.result(timeout_s=PATIENCE_S)
+        result(response)
     may_end.set()
     assert ended.wait(PATIENCE_S)
     serve.shutdown()
@@ -382,10 +389,7 @@ def test_a_def_that_ends_with_what_it_was_told_is_not_worth_a_record(
 
 @pytest.mark.parametrize(
     ("method", "ended"),
-    [
-        ("in_generator", ["child cancelled", "child closed"]),
-        ("in_checking_generator", ["closed"]),
-    ],
+    [("in_generator", ["child cancelled", "child closed"]), ("in_checking_generator", ["closed"])],
 )
 def test_a_generator_in_a_thread_that_ends_with_its_client_is_not_worth_a_record(
     seen: Seen, caplog: pytest.LogCaptureFixture, method: str, ended: list[str]
@@ -410,20 +414,16 @@ def test_a_generator_in_a_thread_that_ends_with_its_client_is_not_worth_a_record
 def test_a_task_group_that_ends_with_its_cancelled_calls_is_not_worth_a_record(
     parent: DeploymentHandle, seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    response = parent.in_a_group.remote()
-    seen.wait_for_began(2)
-    response.cancel()
+    seen.cancel_begun(response := parent.in_a_group.remote(), 2)
     with pytest.raises(RequestCancelledError):
-        response.result(timeout_s=PATIENCE_S)
+        result(response)
     serve.shutdown()
     assert sorted(seen.ended) == ["a cancelled", "a closed", "b cancelled", "b closed"]
     assert "failed after it was cancelled" not in caplog.text
 
 
 def test_it_goes_down_a_chain_to_its_end(parent: DeploymentHandle, seen: Seen) -> None:
-    response = parent.deep.remote(5)
-    seen.wait_for_began()
-    response.cancel()
+    seen.cancel_begun(parent.deep.remote(5))
 
     wait_until(lambda: seen.has_ended("child cancelled"))
     wait_until(is_idle)
@@ -431,9 +431,7 @@ def test_it_goes_down_a_chain_to_its_end(parent: DeploymentHandle, seen: Seen) -
 
 def is_idle() -> bool:
     deployments = serve.status().applications["default"].deployments.values()
-    return not any(
-        each.queued or any(replica.ongoing for replica in each.replicas) for each in deployments
-    )
+    return not (ongoing() or any(each.queued for each in deployments))
 
 
 @pytest.mark.parametrize("how", ["forgets", "fails"])
@@ -446,52 +444,35 @@ def test_a_request_that_ends_by_itself_leaves_its_children_running(
     response.cancel()
     seen.may_end.count_down()
 
-    assert seen.responses[0].result(timeout_s=PATIENCE_S) == "child"
+    assert result(seen.responses[0]) == "child"
     assert seen.ended == ["child done"]
 
 
-def test_calls_made_elsewhere_are_not_cancelled_with_it(
-    parent: DeploymentHandle, seen: Seen
-) -> None:
-    response = parent.elsewhere.remote()
-    seen.wait_for_began(2)
-    response.cancel()
-    wait_until(lambda: ongoing("Parent") == 0)
+def test_calls_from_elsewhere_are_not_cancelled(parent: DeploymentHandle, seen: Seen) -> None:
+    seen.cancel_begun(parent.elsewhere.remote(), 2)
+    wait_until(lambda: not any(each.ongoing for each in overview("Parent").replicas))
     seen.may_end.count_down()
 
-    assert [each.result(timeout_s=PATIENCE_S) for each in seen.responses] == ["child"] * 2
+    assert [result(each) for each in seen.responses] == ["child"] * 2
 
 
-def ongoing(name: str) -> int:
-    deployment = serve.status().applications["default"].deployments[name]
-    return sum(replica.ongoing for replica in deployment.replicas)
-
-
-def test_one_request_does_not_cancel_the_children_of_another(
-    parent: DeploymentHandle, seen: Seen
-) -> None:
+def test_a_request_cancels_no_children_of_another(parent: DeploymentHandle, seen: Seen) -> None:
     one, other = parent.awaits.remote(), parent.awaits.remote()
-    seen.wait_for_began(2)
-    one.cancel()
+    seen.cancel_begun(one, 2)
     wait_until(lambda: seen.has_ended("child cancelled"))
     seen.may_end.count_down()
 
-    assert other.result(timeout_s=PATIENCE_S) == "child"
+    assert result(other) == "child"
 
 
-def test_a_finally_block_may_call_after_the_cancellation(
-    parent: DeploymentHandle, seen: Seen
-) -> None:
-    response = parent.cleans_up.remote()
-    seen.wait_for_began()
-    response.cancel()
+def test_a_finally_block_may_call_when_cancelled(parent: DeploymentHandle, seen: Seen) -> None:
+    seen.cancel_begun(parent.cleans_up.remote())
 
     wait_until(lambda: "cleaned up with child" in seen.ended)
 
 
 def test_a_stopped_replica_cancels_the_calls_made_in_it(seen: Seen) -> None:
-    child = bind(serve.deployment(Child), seen)
-    serve.run(child, name="child", route_prefix=None)
+    serve.run(bind(serve.deployment(Child), seen), name="child", route_prefix=None)
 
     @serve.deployment(graceful_shutdown_timeout_s=0.1)
     class Caller:
@@ -499,13 +480,12 @@ def test_a_stopped_replica_cancels_the_calls_made_in_it(seen: Seen) -> None:
             seen.responses.append(serve.get_app_handle("child").remote())
             await asyncio.Event().wait()
 
-    caller = serve.run(bind(Caller), name="caller", route_prefix=None)
-    caller.remote()
+    serve.run(bind(Caller), name="caller", route_prefix=None).remote()
     seen.wait_for_began()
     serve.delete("caller")
 
     with pytest.raises(RequestCancelledError):
-        seen.responses[0].result(timeout_s=PATIENCE_S)
+        result(seen.responses[0])
     wait_until(lambda: seen.has_ended("child cancelled"))
 
 
@@ -531,7 +511,7 @@ def test_a_request_keeps_no_call_that_has_ended() -> None:
 
     many = serve.run(bind(Many, bind(Echo)), route_prefix=None)
 
-    assert many.remote(1_000).result(timeout_s=PATIENCE_S) == sum(range(1_000))
+    assert result(many.remote(1_000)) == sum(range(1_000))
     assert left == [0]
 
 
@@ -587,7 +567,7 @@ def cancelled_as_it_should(response: DeploymentResponse) -> None:
     response.cancel()  # repeated calls are allowed
     assert response.cancelled()
     with pytest.raises(RequestCancelledError, match=f"{response.request_id} was cancelled"):
-        response.result(timeout_s=PATIENCE_S)
+        result(response)
 
     async def wait() -> Any:
         return await response
@@ -598,20 +578,16 @@ def cancelled_as_it_should(response: DeploymentResponse) -> None:
 
 @pytest.fixture
 def one_slot(seen: Seen) -> DeploymentHandle:
-    child = serve.deployment(max_ongoing_requests=1)(Child)
-    return serve.run(bind(child, seen), route_prefix=None)
+    return serve.run(bind(serve.deployment(max_ongoing_requests=1)(Child), seen), route_prefix=None)
 
 
-def test_cancel_while_its_arguments_are_on_their_way(
-    one_slot: DeploymentHandle, seen: Seen
-) -> None:
+def test_cancel_while_its_arguments_are_awaited(one_slot: DeploymentHandle, seen: Seen) -> None:
     argument = one_slot.remote("argument")
     seen.wait_for_began()
-    waiting = one_slot.remote(argument)
-    cancelled_as_it_should(waiting)
+    cancelled_as_it_should(one_slot.remote(argument))
     seen.may_end.count_down()
 
-    assert argument.result(timeout_s=PATIENCE_S) == "argument", "its argument is not cancelled"
+    assert result(argument) == "argument", "its argument is not cancelled"
     wait_until(is_idle)
     assert seen.ended == ["argument done"]
 
@@ -622,37 +598,31 @@ def test_cancel_while_it_is_queued(one_slot: DeploymentHandle, seen: Seen) -> No
     cancelled_as_it_should(one_slot.remote("queued"))
     seen.may_end.count_down()
 
-    assert first.result(timeout_s=PATIENCE_S) == "first"
+    assert result(first) == "first"
     wait_until(is_idle)
     assert seen.ended == ["first done"]
 
 
-def test_cancel_while_it_runs_async(one_slot: DeploymentHandle, seen: Seen) -> None:
-    response = one_slot.remote("running")
+@pytest.mark.parametrize(
+    ("how", "ended"), [("__call__", "cancelled"), ("blocking", "told")], ids=["async", "thread"]
+)
+def test_cancel_while_it_runs(one_slot: DeploymentHandle, seen: Seen, how: str, ended: str) -> None:
+    response = one_slot.options(method_name=how).remote("running")
     seen.wait_for_began()
     cancelled_as_it_should(response)
 
-    wait_until(lambda: seen.has_ended("running cancelled"))
-    wait_until(is_idle)
-
-
-def test_cancel_while_it_runs_in_a_thread(one_slot: DeploymentHandle, seen: Seen) -> None:
-    response = one_slot.blocking.remote("running")
-    seen.wait_for_began()
-    cancelled_as_it_should(response)
-
-    wait_until(lambda: seen.has_ended("running told"))
+    wait_until(lambda: seen.has_ended(f"running {ended}"))
     wait_until(is_idle)
 
 
 def test_cancel_after_it_was_answered_is_nothing(one_slot: DeploymentHandle, seen: Seen) -> None:
     seen.may_end.count_down()
     response = one_slot.remote("done")
-    assert response.result(timeout_s=PATIENCE_S) == "done"
+    assert result(response) == "done"
     response.cancel()
 
     assert not response.cancelled()
-    assert response.result(timeout_s=PATIENCE_S) == "done"
+    assert result(response) == "done"
 
 
 @pytest.mark.parametrize("stage", ["assigned", "queued"])
@@ -672,10 +642,9 @@ def test_cancel_before_the_first_line_means_no_line(stage: str, seen: Seen) -> N
     handle = serve.run(bind(Busy), route_prefix=None)
     busy = handle.block.remote()
     assert entered.wait(PATIENCE_S)
-    response = handle.remote()
-    cancelled_as_it_should(response)
+    cancelled_as_it_should(handle.remote())
     gate.set()
-    busy.result(timeout_s=PATIENCE_S)
+    result(busy)
     wait_until(is_idle)
 
     assert seen.ended == []
@@ -714,8 +683,7 @@ def test_a_refused_call_of_a_request_that_is_over_is_not_worth_a_record(
                 raised.set()
                 raise BackPressureError(1, 0, "Other")
 
-    handle = serve.run(bind(Refused), route_prefix=None)
-    response = handle.options(method_name=method).remote(1)
+    response = serve.run(bind(Refused), route_prefix=None).options(method_name=method).remote(1)
     assert began.wait(PATIENCE_S)
     response.cancel()
     assert raised.wait(PATIENCE_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,18 +11,23 @@ import pytest
 
 import ingress as serve
 from ingress.engines import local_engine
-from ingress.engines.local import LocalEngine
 from ingress.exceptions import BackPressureError
 from ingress.handle import DeploymentHandle
 from ingress.testing import Latch
 from tests.fakes import Gate
-from tests.servers import PATIENCE_S, bind, get, overview, result, served, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    bind,
+    change,
+    get,
+    overview,
+    result,
+    served,
+    settle,
+    wait_until,
+)
 
-
-@pytest.fixture
-def engine() -> Iterator[LocalEngine]:
-    yield local_engine()
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("shutdown")
 
 
 def ids(name: str) -> list[str]:
@@ -55,30 +59,28 @@ def gated(gate: Gate, **options: Any) -> Any:
     return bind(Gated)
 
 
-def test_replicas_are_added_and_drained(engine: LocalEngine, gate: Gate) -> None:
+def test_replicas_are_added_and_drained(gate: Gate) -> None:
     handle: DeploymentHandle = serve.run(gated(gate, max_ongoing_requests=1), route_prefix=None)
     inside = [handle.remote() for _ in range(3)]
     wait_until(lambda: gate.inside == 1)
-    (change,) = engine.change("default", {"Gated": {"num_replicas": 3}})
+    (changed,) = change("Gated", num_replicas=3)
 
-    assert str(change) == "Gated: num_replicas 1 -> 3"
+    assert str(changed) == "Gated: num_replicas 1 -> 3"
     wait_until(lambda: gate.inside == 3)  # calls that waited have the new slots
     assert ids("Gated") == ["0", "1", "2"]
-    engine.change("default", {"Gated": {"num_replicas": 1}})
+    change("Gated", num_replicas=1)
     with pytest.raises(TimeoutError):
-        engine.wait_until_settled("default", 0.2)  # the replicas that leave still work
+        settle(0.2)  # the replicas that leave still work
     assert gate.inside == 3
     queued = [handle.where.remote() for _ in range(3)]
     gate.go.count_down()
     assert [result(each) for each in inside] == [None] * 3
     assert [result(each) for each in queued] == ["0"] * 3
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert [each.replica_id for each in overview("Gated").replicas] == ["0"]
 
 
-def test_no_request_is_lost_while_replicas_come_and_go(
-    engine: LocalEngine, switch_interval: None
-) -> None:
+def test_no_request_is_lost_as_replicas_change(switch_interval: None) -> None:
     @serve.deployment(max_ongoing_requests=4)
     class Brief:
         async def __call__(self) -> str:
@@ -98,8 +100,8 @@ def test_no_request_is_lost_while_replicas_come_and_go(
         try:
             for _ in range(5):
                 for count in (3, 1):
-                    engine.change("default", {"Brief": {"num_replicas": count}})
-                    engine.wait_until_settled("default", PATIENCE_S)
+                    change("Brief", num_replicas=count)
+                    settle()
         finally:
             is_over.set()
         statuses = [status for each in clients for status in each.result(PATIENCE_S)]
@@ -108,61 +110,57 @@ def test_no_request_is_lost_while_replicas_come_and_go(
     assert set(statuses) == {200}
 
 
-def test_a_user_config_reaches_one_replica_after_another_without_their_requests(
-    engine: LocalEngine, gate: Gate
-) -> None:
+def test_a_user_config_reaches_one_replica_after_another_without_their_requests(gate: Gate) -> None:
     handle = serve.run(
         gated(gate, num_replicas=2, user_config="old", max_ongoing_requests=1), route_prefix=None
     )
     inside = [handle.remote() for _ in range(2)]
     wait_until(lambda: gate.inside == 2)
     gate.seen.clear()
-    engine.change("default", {"Gated": {"user_config": "new"}})
+    change("Gated", user_config="new")
     waiting = [handle.remote() for _ in range(2)]
     with pytest.raises(TimeoutError):
-        engine.wait_until_settled("default", 0.2)
+        settle(0.2)
 
     assert gate.seen == []  # it waits for the call that runs
     gate.go.count_down()
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert sorted(gate.seen) == [("0", "new"), ("1", "new")]
     assert [result(each) for each in inside] == ["old"] * 2, "not in the middle of a request"
     assert {result(each) for each in waiting} <= {"old", "new"}
     assert {result(handle.remote()) for _ in range(8)} == {"new"}
-    engine.change("default", {"Gated": {"num_replicas": 3}})
-    engine.wait_until_settled("default", PATIENCE_S)
+    change("Gated", num_replicas=3)
+    settle()
     assert gate.seen[-1] == ("2", "new")
 
 
 @pytest.mark.reliability("B18")
-def test_a_user_config_that_is_refused_leaves_the_one_before(
-    engine: LocalEngine, gate: Gate
-) -> None:
+def test_a_user_config_that_is_refused_leaves_the_one_before(gate: Gate) -> None:
     gate.go.count_down()
     handle = serve.run(gated(gate, num_replicas=2, user_config="old"), route_prefix=None)
-    engine.change("default", {"Gated": {"user_config": "bad"}})
+    change("Gated", user_config="bad")
     wait_until(lambda: "cannot be configured so" in overview("Gated").message)
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
 
     assert {result(handle.remote()) for _ in range(8)} == {"old"}
     assert "2" in ids("Gated")
     assert "the user_config before is in use" in overview("Gated").message
-    engine.change("default", {"Gated": {"user_config": "good"}})
-    engine.wait_until_settled("default", PATIENCE_S)
+    change("Gated", user_config="good")
+    settle()
     assert {result(handle.remote()) for _ in range(8)} == {"good"}
     assert overview("Gated").message == ""
 
 
-def test_limits_change_in_place(engine: LocalEngine, gate: Gate) -> None:
+def test_limits_change_in_place(gate: Gate) -> None:
     handle = serve.run(gated(gate, max_ongoing_requests=1), route_prefix=None)
     inside = [handle.remote() for _ in range(4)]
     wait_until(lambda: gate.inside == 1)
-    engine.change("default", {"Gated": {"max_ongoing_requests": 3, "max_queued_requests": 1}})
+    change("Gated", max_ongoing_requests=3, max_queued_requests=1)
     wait_until(lambda: gate.inside == 3)
     assert overview("Gated").queued == 1
     with pytest.raises(BackPressureError, match="max_queued_requests=1"):
         result(handle.remote())
-    engine.change("default", {"Gated": {"max_ongoing_requests": 2, "max_queued_requests": -1}})
+    change("Gated", max_ongoing_requests=2, max_queued_requests=-1)
     inside += [handle.remote() for _ in range(8)]
     gate.go.count_down()
     assert [result(each) for each in inside] == [None] * 12
@@ -175,7 +173,7 @@ def test_limits_change_in_place(engine: LocalEngine, gate: Gate) -> None:
     assert [result(each) for each in inside] == [None] * 3
 
 
-def test_threads_follow_a_higher_limit(engine: LocalEngine) -> None:
+def test_threads_follow_a_higher_limit() -> None:
     together = Latch(8, timeout_s=PATIENCE_S)
 
     @serve.deployment(max_ongoing_requests=1)
@@ -188,7 +186,7 @@ def test_threads_follow_a_higher_limit(engine: LocalEngine) -> None:
 
     handle = serve.run(bind(Deep), route_prefix=None)
     met = [handle.remote() for _ in range(8)]
-    engine.change("default", {"Deep": {"max_ongoing_requests": 8}})
+    change("Deep", max_ongoing_requests=8)
     assert [result(each) for each in met] == ["met"] * 8
 
 
@@ -203,20 +201,16 @@ def test_threads_follow_a_higher_limit(engine: LocalEngine) -> None:
     ],
     ids=["application", "deployment", "value", "lanes", "one of several"],
 )
-def test_a_change_that_is_wrong_changes_nothing(
-    engine: LocalEngine, gate: Gate, app: str, options: Any, says: str
-) -> None:
+def test_a_wrong_change_changes_nothing(gate: Gate, app: str, options: Any, says: str) -> None:
     serve.run(gated(gate), route_prefix=None)
-    before = engine.applications["default"].ingress.config
+    before = local_engine().applications["default"].ingress.config
     with pytest.raises(ValueError, match=says):
-        engine.change(app, options)
-    assert engine.applications["default"].ingress.config is before
-    assert engine.change("default", {"Gated": before}) == []
+        local_engine().change(app, options)
+    assert local_engine().applications["default"].ingress.config is before
+    assert local_engine().change("default", {"Gated": before}) == []
 
 
-def test_replicas_that_come_and_go_leave_threads_and_descriptors_as_they_were(
-    engine: LocalEngine, gate: Gate
-) -> None:
+def test_replicas_that_come_and_go_leave_threads_and_descriptors_as_they_were(gate: Gate) -> None:
     serve.run(gated(gate), route_prefix=None)
 
     def held() -> tuple[int, int]:
@@ -225,14 +219,14 @@ def test_replicas_that_come_and_go_leave_threads_and_descriptors_as_they_were(
         mine = [name for name in names if not name.startswith("ingress-control-worker")]
         return len(mine), len(os.listdir("/dev/fd"))
 
-    def change(count: int) -> None:
-        engine.change("default", {"Gated": {"num_replicas": count}})
-        engine.wait_until_settled("default", PATIENCE_S)
+    def scale(count: int) -> None:
+        change("Gated", num_replicas=count)
+        settle()
 
-    change(2)
-    change(1)
+    scale(2)
+    scale(1)
     before = held()
-    change(64)
+    scale(64)
     assert held()[0] >= before[0] + 63
-    change(1)
+    scale(1)
     wait_until(lambda: all(now <= was for now, was in zip(held(), before, strict=True)))

@@ -459,8 +459,7 @@ def test_what_comes_out_is_a_prefix_of_what_went_in_and_whole_unless_cut(
     one, two = loops
     taking = start_on(one.loop, take())
     if in_a_thread:
-        thread = in_thread(put_all)
-        thread.join(PATIENCE_S)
+        in_thread(put_all).join(PATIENCE_S)
     else:
         run_blocking(two.loop, put_all_on_loop(), PATIENCE_S)
     got, failed = taking.result(PATIENCE_S)
@@ -574,8 +573,6 @@ def test_items_of_several_producers_all_cross(switch_interval: None) -> None:
 
     threads = [in_thread(produce_some, first) for first in range(0, 2_000, 500)]
 
-    got = [channel.get_blocking(PATIENCE_S) for _ in range(2_000)]
-
-    assert sorted(got) == list(range(2_000))
+    assert sorted([channel.get_blocking(PATIENCE_S) for _ in range(2_000)]) == list(range(2_000))
     for thread in threads:
         thread.join(PATIENCE_S)

@@ -180,10 +180,7 @@ def found_in_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_runs_on_the_loop_is_checked_and_nothing_else(
-    name: str,
-    found_in_files: dict[str, Found],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, found_in_files: dict[str, Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = in_class(HEAD, CASES[name])
     report = checked_as_application(tmp_path, monkeypatch, program, Settings())
@@ -259,9 +256,8 @@ def test_a_helper_in_another_module_is_followed_by_its_import(tmp_path: Path) ->
         "from helpers import wait\nimport helpers as h\n"
         "async def f(): wait()\nasync def g(): h.wait()\nasync def k(wait): wait()\n",
     )
-    report = check_files([tmp_path], Settings(), migrate=False)
 
-    (finding,) = report.findings
+    (finding,) = check_files([tmp_path], Settings(), migrate=False).findings
     assert (finding.path.name, finding.line) == ("helpers.py", 4)
     assert finding.functions == ("f", "g")
 

@@ -317,10 +317,7 @@ def found_in_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_not_safe_in_a_thread_is_found_and_nothing_else(
-    name: str,
-    found_in_files: dict[str, Found],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, found_in_files: dict[str, Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = in_class(HEAD, CASES[name])
     report = checked_as_application(tmp_path, monkeypatch, program, AT_1, migrate=True)
@@ -346,19 +343,14 @@ ONE_AT_A_TIME = """
 def test_one_request_at_a_time_has_its_instance_for_itself_not_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = HEAD.replace("lanes={", "max_ongoing_requests=1, lanes={")
-    program = in_class(head, ONE_AT_A_TIME)
+    program = in_class(HEAD.replace("lanes={", "max_ongoing_requests=1, lanes={"), ONE_AT_A_TIME)
     as_file = checked_as_file(tmp_path, program, Settings(), migrate=True)
-    as_application = checked_as_application(
-        tmp_path, monkeypatch, program, Settings(), migrate=True
-    )
+    as_app = checked_as_application(tmp_path, monkeypatch, program, Settings(), migrate=True)
 
-    assert found(as_file) == found(as_application) == expected(program)
+    assert found(as_file) == found(as_app) == expected(program)
 
 
-def test_a_decorator_of_a_library_is_looked_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_decorator_is_unwrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = in_class(HEAD, "@functools.lru_cache\nasync def f(self): ...  #: IG104")
 
     report = checked_as_application(tmp_path, monkeypatch, program, Settings(), migrate=True)

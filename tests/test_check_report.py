@@ -51,12 +51,8 @@ def test_text_has_a_line_a_fix_and_a_page_for_each(report: Report) -> None:
 def test_json_has_the_same(report: Report) -> None:
     first, second = json.loads(rendered(report, Format.JSON))["findings"]
 
-    assert (first["rule"], first["path"], first["line"], first["column"]) == (
-        "ASYNC251",
-        "app.py",
-        8,
-        9,
-    )
+    place = [first[key] for key in ("rule", "path", "line", "column")]
+    assert place == ["ASYNC251", "app.py", 8, 9]
     assert (second["rule"], second["functions"], second["page"]) == (
         "IG101",
         ["A.count"],
@@ -98,9 +94,7 @@ def test_nothing_found_is_nothing_to_annotate() -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_each_rule_has_a_page_with_its_title_and_a_row_in_the_index(rule: object) -> None:
     assert isinstance(rule, type(RULES["IG101"]))
-    first = (ROOT / rule.page).read_text().splitlines()[0]
-
-    assert first == f"# {rule.id} {rule.title}"
+    assert (ROOT / rule.page).read_text().splitlines()[0] == f"# {rule.id} {rule.title}"
     assert f"| [{rule.id}]({rule.id}.md) | {rule.title} |" in (PAGES / "README.md").read_text()
 
 

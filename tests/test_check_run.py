@@ -117,9 +117,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
-def test_a_write_is_too_late_if_another_thread_wrote_since_it_read(
-    ask: Callable[[Any], int],
-) -> None:
+def test_a_write_is_too_late_if_a_thread_wrote_since_it_read(ask: Callable[[Any], int]) -> None:
     class Plain:
         there = 0
 

@@ -85,9 +85,7 @@ def test_an_application_that_another_server_serves_is_refused_too() -> None:
 
 
 def test_an_option_that_is_taken_back_is_not_refused() -> None:
-    application = Echo.options(**VALUES).options(**dict.fromkeys(VALUES)).bind()
-
-    with TestClient(application) as client:
+    with TestClient(Echo.options(**VALUES).options(**dict.fromkeys(VALUES)).bind()) as client:
         assert client.get("/").text == "here"
 
 
@@ -199,9 +197,7 @@ def test_as_many_replicas_as_a_node_may_have_run_and_no_more_can_be_added() -> N
 
 @pytest.mark.parametrize("options", [{"num_replicas": "auto"}, {"num_replicas": 2}])
 def test_autoscaling_stays_within_the_limit_of_a_node(options: dict[str, Any]) -> None:
-    config = DeploymentConfig(max_replicas_per_node=5, **options)
-
-    scaling = config.autoscaling
+    scaling = DeploymentConfig(max_replicas_per_node=5, **options).autoscaling
     assert (None if scaling is None else scaling.max_replicas) == (
         5 if options["num_replicas"] == "auto" else None
     )

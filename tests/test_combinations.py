@@ -20,15 +20,9 @@ from ingress.exceptions import RequestCancelledError
 from ingress.testing import Latch
 from tests.servers import PATIENCE_S, Connection, bind, served, set_flags, until, wait_until
 
+pytestmark = pytest.mark.usefixtures("separate")
 LONG_S = 30.0
 TIMEOUT_S = 0.2
-
-
-@pytest.fixture(params=["1", "0"], ids=["separate1", "separate0"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param)
-    yield request.param
-    serve.shutdown()
 
 
 def asking(timeout_s: float | None) -> str:
@@ -46,9 +40,7 @@ def replica(name: str = "default") -> Any:
 
 
 @pytest.mark.parametrize("other_s", [TIMEOUT_S, LONG_S, None], ids=["both", "later", "none"])
-def test_what_a_batch_calls_has_the_latest_deadline_of_its_requests(
-    separate: str, other_s: float | None
-) -> None:
+def test_a_batchs_calls_have_its_latest_deadline(other_s: float | None) -> None:
     deadlines: list[float | None] = []
     outcomes: list[BaseException | str] = []
     asked, release = Latch(), Latch()
@@ -102,9 +94,7 @@ def test_what_a_batch_calls_has_the_latest_deadline_of_its_requests(
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out", "stopped"])
 @pytest.mark.parametrize("written", ["def", "async def"])
-def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
-    separate: str, how: str, written: str
-) -> None:
+def test_a_batch_whose_requests_are_over_and_its_children_are_told(how: str, written: str) -> None:
     told: list[str] = []
     began, child_ended = threading.Event(), threading.Event()
 
@@ -146,8 +136,7 @@ def test_a_batch_whose_requests_are_all_over_is_told_and_so_are_its_children(
             return await (self.in_thread if written == "def" else self.in_loop)(1)
 
     child = bind(serve.deployment(Child).options(graceful_shutdown_timeout_s=0.1))
-    both = serve.deployment(Both).options(graceful_shutdown_timeout_s=0.1)
-    port = served(bind(both, child))
+    port = served(bind(serve.deployment(Both).options(graceful_shutdown_timeout_s=0.1), child))
     timeout_s = TIMEOUT_S if how == "timed out" else None
     with Connection(port) as first, Connection(port) as second:
         for each in (first, second):
@@ -196,7 +185,7 @@ def test_a_batch_on_a_loop_of_the_users_is_told_of_a_stop_and_not_touched(
         response.result(timeout_s=PATIENCE_S)
 
 
-def test_a_batch_whose_requests_are_not_all_over_is_not_told(separate: str) -> None:
+def test_a_batch_whose_requests_are_not_all_over_is_not_told() -> None:
     began, told = Latch(), Latch()
     cancellations: list[Any] = []
 
@@ -222,7 +211,7 @@ def test_a_batch_whose_requests_are_not_all_over_is_not_told(separate: str) -> N
 
 @pytest.mark.parametrize("written", ["def", "async def", "a generator"])
 def test_what_a_batch_raises_when_all_its_requests_have_left_is_logged_once(
-    separate: str, written: str, caplog: pytest.LogCaptureFixture
+    written: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     began = threading.Event()
 
@@ -269,9 +258,7 @@ def test_what_a_batch_raises_when_all_its_requests_have_left_is_logged_once(
     assert str(record.exc_info[1]) == "too late"
 
 
-def test_an_error_of_one_item_whose_request_has_left_is_logged(
-    separate: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_of_an_item_whose_request_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     began, release = Latch(), Latch()
 
     @serve.deployment
@@ -295,7 +282,7 @@ def test_an_error_of_one_item_whose_request_has_left_is_logged(
     assert stayed.request_id not in record.message
 
 
-def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> None:
+def test_a_batch_that_takes_whichever_comes_first_is_no_cycle() -> None:
     release = Latch()
 
     @serve.deployment
@@ -332,9 +319,7 @@ def test_a_batch_that_takes_whichever_comes_first_is_no_cycle(separate: str) -> 
 
 
 @pytest.mark.parametrize("by", ["itself", "a batch"])
-def test_a_request_is_told_that_its_time_is_up_before_it_hears_of_its_children(
-    separate: str, by: str
-) -> None:
+def test_a_request_is_told_of_its_deadline_before_its_children(by: str) -> None:
     """The timers of the request and its children are on different loops, in no fixed order."""
     app = FastAPI()
     asked: list[Any] = []
@@ -370,7 +355,7 @@ def test_a_request_is_told_that_its_time_is_up_before_it_hears_of_its_children(
         assert client.answer().status == 408
 
 
-def test_a_deadline_between_the_start_of_a_response_and_its_body_is_a_408(separate: str) -> None:
+def test_a_deadline_between_the_start_of_a_response_and_its_body_is_a_408() -> None:
     app = FastAPI()
     began = threading.Event()
 
@@ -396,7 +381,7 @@ def test_a_deadline_between_the_start_of_a_response_and_its_body_is_a_408(separa
 # Batches and models
 
 
-def test_a_model_is_not_evicted_under_a_batch_that_all_have_left(separate: str) -> None:
+def test_a_model_is_not_evicted_under_a_batch_that_all_have_left() -> None:
     unloaded: list[str] = []
     began, release = Latch(), Latch()
     at_the_end: list[list[str]] = []

@@ -78,9 +78,8 @@ def test_every_example_is_run_on_both_engines_or_says_why_not() -> None:
 def test_every_row_of_the_deviations_that_a_scenario_names_is_there() -> None:
     text = (ROOT / "docs" / "deviations.md").read_text()
     rows = {line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()}
-    named = {each.row for scenario in SCENARIOS for each in scenario.deviations if each.row}
 
-    assert named <= rows
+    assert {each.row for scenario in SCENARIOS for each in scenario.deviations if each.row} <= rows
 
 
 def verdict(observed: Any, expected: Any, *deviations: Deviation) -> Verdict:

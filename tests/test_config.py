@@ -137,9 +137,7 @@ def test_an_unknown_option_is_a_type_error_with_the_nearest_name_and_the_list() 
 
 
 def test_an_option_like_no_other_gets_the_list_and_no_guess() -> None:
-    with pytest.raises(
-        TypeError, match=r"unexpected keyword argument 'xyz'; HTTPOptions has: .*, host, k"
-    ):
+    with pytest.raises(TypeError, match=r"keyword argument 'xyz'; HTTPOptions has: .*, host, k"):
         HTTPOptions(xyz=1)  # type: ignore[call-arg]
 
 
@@ -168,17 +166,13 @@ CYCLE.append(CYCLE)
     ("user_config", "path"),
     [
         pytest.param({"a": [1, {2}]}, "user_config['a'][1] ", id="set"),
-        pytest.param(
-            {"a": {"b": (0, object())}}, "user_config['a']['b'][1] ", id="object-in-tuple"
-        ),
+        pytest.param({"a": {"b": (0, object())}}, "user_config['a']['b'][1] ", id="in-a-tuple"),
         pytest.param({("a", 1): 2}, "user_config[('a', 1)] ", id="key"),
         pytest.param(b"bytes", "user_config ", id="bytes"),
         pytest.param({"a": CYCLE}, "user_config['a'][0] ", id="cycle"),
     ],
 )
-def test_user_config_that_json_cannot_hold_is_refused_with_the_path(
-    user_config: Any, path: str
-) -> None:
+def test_user_config_json_cannot_hold_is_refused_with_the_path(user_config: Any, path: str) -> None:
     with pytest.raises(ValueError, match="is not JSON-serializable") as caught:
         DeploymentConfig(user_config=user_config)
 
@@ -250,19 +244,12 @@ def http_limits(options: HTTPOptions) -> dict[str, Any]:
 def test_the_defaults_are_those_of_ray_except_max_ongoing_requests() -> None:
     config, scaling, http = DeploymentConfig(), AutoscalingConfig(), HTTPOptions()
 
-    assert (config.num_replicas, config.max_ongoing_requests, config.max_queued_requests) == (
-        1,
-        100,
-        -1,
-    )
+    assert (config.num_replicas, config.max_ongoing_requests) == (1, 100)
+    assert (config.max_queued_requests, config.max_constructor_retry_count) == (-1, 20)
     assert (config.graceful_shutdown_wait_loop_s, config.graceful_shutdown_timeout_s) == (2, 20)
     assert (config.health_check_period_s, config.health_check_timeout_s) == (10, 30)
-    assert (config.rolling_update_percentage, config.max_constructor_retry_count) == (0.2, 20)
-    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (
-        1,
-        1,
-        2,
-    )
+    assert (config.rolling_update_percentage, scaling.target_ongoing_requests) == (0.2, 2)
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 1)
     assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (30, 600)
     assert (http.host, http.port, http.keep_alive_timeout_s) == ("127.0.0.1", 8000, 90)
     assert http.limits(HTTPLimits()) == HTTPLimits() == HTTPLimits(**http_limits(http))
@@ -286,30 +273,17 @@ def test_the_repr_shows_what_differs_from_the_default() -> None:
     )
 
 
+TWO, THREE = {"num_replicas": 2}, {"autoscaling_config": {"max_replicas": 3}}
+SCALED_TO_3 = {"autoscaling_config": AutoscalingConfig(max_replicas=3)}
+
+
 @pytest.mark.parametrize(
     ("before", "options", "after"),
     [
-        pytest.param(
-            {"num_replicas": 2}, {"max_queued_requests": 3}, {"num_replicas": 2}, id="kept"
-        ),
-        pytest.param(
-            {"num_replicas": 2},
-            {"autoscaling_config": {"max_replicas": 3}},
-            {"num_replicas": 1},
-            id="autoscaling-for-a-number",
-        ),
-        pytest.param(
-            {"autoscaling_config": {"max_replicas": 3}},
-            {"num_replicas": 2},
-            {"autoscaling_config": None},
-            id="a-number-for-autoscaling",
-        ),
-        pytest.param(
-            {"autoscaling_config": {"max_replicas": 3}},
-            {"num_replicas": "auto"},
-            {"autoscaling_config": AutoscalingConfig(max_replicas=3)},
-            id="auto-beside-autoscaling",
-        ),
+        pytest.param(TWO, {"max_queued_requests": 3}, TWO, id="kept"),
+        pytest.param(TWO, THREE, {"num_replicas": 1}, id="autoscaling-for-a-number"),
+        pytest.param(THREE, TWO, {"autoscaling_config": None}, id="a-number-for-autoscaling"),
+        pytest.param(THREE, {"num_replicas": "auto"}, SCALED_TO_3, id="auto-beside-autoscaling"),
     ],
 )
 def test_updating_keeps_what_can_stand_beside_the_new_options(
@@ -321,9 +295,8 @@ def test_updating_keeps_what_can_stand_beside_the_new_options(
 
 
 def test_num_cpus_is_what_ray_actor_options_say_and_one_by_default() -> None:
-    configs = [DeploymentConfig(), DeploymentConfig(ray_actor_options={"num_cpus": 0.5})]
-
-    assert [config.num_cpus for config in configs] == [1.0, 0.5]
+    assert DeploymentConfig().num_cpus == 1.0
+    assert DeploymentConfig(ray_actor_options={"num_cpus": 0.5}).num_cpus == 0.5
 
 
 def test_the_typed_keywords_are_the_options() -> None:
@@ -336,9 +309,7 @@ def test_the_typed_keywords_are_the_options() -> None:
 @pytest.mark.parametrize("name", sorted(CHANGED))
 def test_an_option_is_listed_when_changed_exactly_if_nothing_acts_on_it(name: str) -> None:
     isolation = "thread" if name == "loop" else "process"  # processes share no loop
-    options = {"isolation": isolation, name: CHANGED[name]}
-
-    listed = options_not_acted_on(configured(**options))
+    listed = options_not_acted_on(configured(**{"isolation": isolation, name: CHANGED[name]}))
 
     assert [option.partition("=")[0] for option in listed] == [name] * (name in NOT_ACTED_ON)
 
@@ -370,9 +341,7 @@ def test_what_has_no_effect_of_ray_actor_options_is_listed() -> None:
         num_replicas="auto", ray_actor_options={"num_cpus": 2, "num_gpus": 1, "memory": 9}
     )
 
-    assert options_not_acted_on(config) == [
-        "ray_actor_options={'num_gpus': 1, 'memory': 9}",
-    ]
+    assert options_not_acted_on(config) == ["ray_actor_options={'num_gpus': 1, 'memory': 9}"]
 
 
 def test_the_options_not_acted_on_are_those_nothing_reads() -> None:

@@ -99,9 +99,7 @@ def folder(tmp_path: Path) -> Path:
 # What is refused
 
 
-def test_every_unknown_key_is_named_with_its_place_its_path_and_the_nearest_name(
-    tmp_path: Path,
-) -> None:
+def test_every_unknown_key_is_named_with_its_place_path_and_nearest_name(tmp_path: Path) -> None:
     text = """
 application: []
 applications:
@@ -405,10 +403,8 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
 
     assert found["http_options.port"] == (9000, "command line", "")
     assert found["http_options.max_body_size"] == (10, "file", "serve.yaml:2:40")
-    assert found["http_options.max_header_bytes"] == (
-        *(4096, "environment"),
-        "INGRESS_MAX_HEADER_BYTES",
-    )
+    of_variable = (4096, "environment", "INGRESS_MAX_HEADER_BYTES")
+    assert found["http_options.max_header_bytes"] == of_variable
     assert found["http_options.root_path"] == ("", "default", "")
     assert found[f"{model}.num_replicas"] == (3, "file", "serve.yaml:14:19")
     assert found[f"{model}.max_ongoing_requests"] == (7, "code", "")
@@ -425,14 +421,10 @@ def test_run_reads_what_build_writes_and_what_config_prints(folder: Path) -> Non
 
     assert "INGRESS_ENGINE" not in file.config.environment()  # it is for a cluster's workers
     assert file.config.for_a_cluster() == []
-    shown = run_ingress(folder, "config", "built.yaml")
-    (folder / "again.yaml").write_text(shown.stdout)
+    (folder / "again.yaml").write_text(run_ingress(folder, "config", "built.yaml").stdout)
     (one,) = ConfigFile.read(folder / "again.yaml").config.applications
     assert one.args["target"] == "app:hello"
-    assert [(each.name, each.num_replicas) for each in one.deployments] == [
-        ("Model", 2),
-        ("Front", 1),
-    ]
+    assert {each.name: each.num_replicas for each in one.deployments} == {"Model": 2, "Front": 1}
 
 
 def test_the_schema_has_the_options_of_the_models() -> None:

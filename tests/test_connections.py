@@ -90,9 +90,8 @@ def _serving(
 ) -> Iterator[ServerProcess]:
     write_module(folder, "small", APP)
     environ = {**environment(folder), **variables}
-    with process([*command, "run", "small:small", "--port", "0", *arguments], folder, environ) as (
-        server
-    ):
+    command = [*command, "run", "small:small", "--port", "0", *arguments]
+    with process(command, folder, environ) as server:
         wait_until(lambda: _is_up(server))
         yield server
 
@@ -210,8 +209,7 @@ def test_bytes_now_and_then_do_not_buy_more_time(server: ServerProcess) -> None:
 def test_the_second_head_of_a_connection_has_as_long_and_none_begins_while_it_rests(
     server: ServerProcess,
 ) -> None:
-    port = server.port
-    with Connection(port) as connection:
+    with Connection(server.port) as connection:
         connection.request("/", headers="")
         connection.receive_until(b'"here"')
         connection.received = b""
@@ -230,8 +228,7 @@ def test_a_websocket_has_all_the_time_it_needs(server: ServerProcess) -> None:
 
 
 def test_a_body_that_was_answered_early_may_come_slowly_and_not_stop(server: ServerProcess) -> None:
-    port = server.port
-    with Connection(port) as connection:
+    with Connection(server.port) as connection:
         connection.request("/early", method="POST", headers="Content-Length: 200000\r\n")
         connection.send(b"x" * 70000)
         connection.receive_until(b'"early"')
@@ -249,8 +246,7 @@ def test_the_rest_of_a_body_that_was_answered_early_is_not_parsed_as_a_head(
     piece = b"6000\r\n" + b"x" * 0x6000 + b"\r\n"  # larger than the limit on headers
     with Connection(server.port) as again, Connection(server.port) as resting:
         for each in (again, resting):
-            headers = "Transfer-Encoding: chunked\r\n"
-            each.request("/early", method="POST", headers=headers)
+            each.request("/early", method="POST", headers="Transfer-Encoding: chunked\r\n")
             each.send(3 * piece)  # more than the server reads before the request starts
             each.receive_until(b'"early"')
             if pause_s:
@@ -272,8 +268,7 @@ def test_the_rest_of_a_body_that_was_answered_early_is_not_parsed_as_a_head(
 def test_headers_of_more_than_the_limit_are_refused(server: ServerProcess, pieces: int) -> None:
 
     def send(size: int) -> int:
-        field = b"X-Large: " + b"x" * size + b"\r\nConnection: close\r\n"
-        head = HEAD + field + b"\r\n"
+        head = HEAD + b"X-Large: " + b"x" * size + b"\r\nConnection: close\r\n\r\n"
         step = len(head) // pieces + 1
         with Connection(server.port) as connection:
             parts = [head[begin : begin + step] for begin in range(0, len(head), step)]
@@ -305,11 +300,7 @@ def test_a_hundred_fields_are_the_limit(server: ServerProcess) -> None:
 @pytest.mark.reliability("C04")
 @pytest.mark.parametrize(
     "begin",
-    [
-        HEAD + b"X-Large: ",
-        b"GET /",
-        CHUNKED + b"5\r\nhello\r\n0\r\nX-Trailer: ",
-    ],
+    [HEAD + b"X-Large: ", b"GET /", CHUNKED + b"5\r\nhello\r\n0\r\nX-Trailer: "],
     ids=["field", "path", "trailer"],
 )
 def test_endless_headers_cost_no_memory(server: ServerProcess, begin: bytes) -> None:
@@ -329,7 +320,7 @@ def test_endless_headers_cost_no_memory(server: ServerProcess, begin: bytes) -> 
 # Number.
 
 
-def test_one_connection_more_than_the_limit_is_refused_and_closed(
+def test_a_connection_beyond_the_limit_is_refused_and_cut(
     parser: list[str], tmp_path: Path
 ) -> None:
     with (
@@ -395,9 +386,7 @@ def test_worker_processes_have_the_same_limits(tmp_path: Path, arguments: tuple[
     assert 503 in {each.status for each in answers}
 
 
-def test_the_environment_is_beaten_by_the_command_line_and_by_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_yields_to_command_line_and_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIMIT_CONNECTIONS, "7")
     monkeypatch.setenv(MAX_HEADER_BYTES, "1000")
     settings = Settings.from_environment()

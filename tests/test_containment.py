@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import BackgroundTasks, Depends, FastAPI
 from starlette.requests import Request
@@ -24,7 +23,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.core.base.settings import ROUTER_IN_SEPARATE_LOOP, USER_CODE_IN_SEPARATE_THREAD
+from ingress.core.base.settings import USER_CODE_IN_SEPARATE_THREAD
 from ingress.schema import ApplicationStatus
 from tests.containment_app import ALL, ERRORS, HOSTILE, boom
 from tests.reliability.figures import Figures
@@ -41,6 +40,7 @@ from tests.servers import (
 )
 
 MAPPED = {"HTTPException": 418, "BackPressureError": 503}
+APPS = ["plain", "middleware"]
 ENDPOINTS = [
     "async_endpoint",
     "def_endpoint",
@@ -51,6 +51,7 @@ ENDPOINTS = [
 FEW = ("getattribute", "class-exits", "cause", "behind-another")
 KINDS = ALL if ROUNDS else ERRORS | {name: HOSTILE[name] for name in FEW}
 """The errors; of those that raise when they are inspected, the default run has a few."""
+FAILED = {name: (MAPPED.get(name, 500), "complete") for name in KINDS}
 
 FLAGS = [*itertools.product("01", repeat=3)]
 """The flags: sync methods in a threadpool, user code in its own thread, router in its own loop."""
@@ -70,18 +71,10 @@ MATRIX = {
 """The places of user code, and the path that runs each."""
 
 UNSENT = ["async/", "sync/", "batch/", "sync_batch/"]
-UNSENT += [*(f"{app}/{e}" for app in ("plain", "middleware") for e in ENDPOINTS)]
-STREAMS = [
-    "agen/",
-    "gen/",
-    "batch_gen/",
-    *(f"{app}/{e}" for app in ("plain", "middleware") for e in ("async_stream", "sync_stream")),
-]
-AFTERWARDS = [
-    f"{app}/{each}"
-    for app in ("plain", "middleware")
-    for each in ("background_task", "yield_dependency_teardown")
-]
+UNSENT += [f"{app}/{e}" for app in APPS for e in ENDPOINTS]
+STREAMS = ["agen/", "gen/", "batch_gen/"]
+STREAMS += [f"{app}/{e}" for app in APPS for e in ("async_stream", "sync_stream")]
+AFTERWARDS = [f"{a}/{e}" for a in APPS for e in ("background_task", "yield_dependency_teardown")]
 
 
 @pytest.fixture(
@@ -137,8 +130,7 @@ def _tells_nothing(raw: bytes, name: str) -> None:
 
 @pytest.mark.reliability("B06")
 def test_the_matrix_is_complete(figures: Figures) -> None:
-    paths = {*UNSENT, *STREAMS, *AFTERWARDS, "plain/websocket"}
-    assert set(MATRIX.values()) <= paths
+    assert set(MATRIX.values()) <= {*UNSENT, *STREAMS, *AFTERWARDS, "plain/websocket"}
     assert len(ALL) == 34
     figures.note("cells, each with every combination of flags", len(MATRIX) * len(ALL))
 
@@ -148,7 +140,7 @@ def test_the_matrix_is_complete(figures: Figures) -> None:
 def test_an_error_before_the_first_byte_is_a_500_or_the_status_it_stands_for(
     server: ServerProcess, path: str
 ) -> None:
-    assert outcomes(server, path) == {name: (MAPPED.get(name, 500), "complete") for name in KINDS}
+    assert outcomes(server, path) == FAILED
 
 
 @pytest.mark.reliability("B06", "S08")
@@ -156,16 +148,13 @@ def test_an_error_before_the_first_byte_is_a_500_or_the_status_it_stands_for(
 def test_a_generator_that_fails_before_its_first_item_is_a_500(
     server: ServerProcess, path: str
 ) -> None:
-    assert outcomes(server, path, "first") == {
-        name: (MAPPED.get(name, 500), "complete") for name in KINDS
-    }
+    assert outcomes(server, path, "first") == FAILED
 
 
 @pytest.mark.reliability("B06", "S08")
 def test_an_error_of_a_middleware_is_a_500_as_in_starlette(server: ServerProcess) -> None:
-    assert outcomes(server, "middleware/in_middleware", "middleware") == dict.fromkeys(
-        KINDS, (500, "complete")
-    )
+    found = outcomes(server, "middleware/in_middleware", "middleware")
+    assert found == dict.fromkeys(KINDS, (500, "complete"))
 
 
 @pytest.mark.reliability("B06", "S08")
@@ -203,7 +192,7 @@ def websocket(server: ServerProcess, path: str) -> int:
 
 
 @pytest.mark.reliability("B06", "S08")
-@pytest.mark.parametrize("app", ["plain", "middleware"])
+@pytest.mark.parametrize("app", APPS)
 def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: str) -> None:
     codes = {}
     for name in KINDS:
@@ -215,7 +204,7 @@ def test_a_websocket_that_fails_is_closed_as_failed(server: ServerProcess, app: 
 
 
 @pytest.mark.reliability("B06", "S08")
-@pytest.mark.parametrize("app", ["plain", "middleware"])
+@pytest.mark.parametrize("app", APPS)
 def test_a_websocket_that_fails_before_it_is_accepted_is_refused(
     server: ServerProcess, app: str
 ) -> None:
@@ -226,14 +215,6 @@ def test_a_websocket_that_fails_before_it_is_accepted_is_refused(
 
 
 # In this process.
-
-
-@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv(USER_CODE_IN_SEPARATE_THREAD, request.param)
-    monkeypatch.setenv(ROUTER_IN_SEPARATE_LOOP, request.param)
-    yield request.param
-    serve.shutdown()
 
 
 def threads() -> set[threading.Thread]:
@@ -271,9 +252,7 @@ def test_a_constructor_that_raises_fails_the_start_and_leaves_nothing(
     assert threads() <= before
 
 
-def test_a_constructor_that_raises_takes_the_children_of_its_application_with_it(
-    separate: str,
-) -> None:
+def test_a_constructor_that_raises_takes_its_applications_children_with_it(separate: str) -> None:
     deleted = threading.Event()
 
     @serve.deployment
@@ -297,10 +276,8 @@ def test_a_constructor_that_raises_takes_the_children_of_its_application_with_it
 
 
 @pytest.fixture
-def user_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def user_threads(monkeypatch: pytest.MonkeyPatch, shutdown: None) -> None:
     monkeypatch.setenv(USER_CODE_IN_SEPARATE_THREAD, "1")
-    yield
-    serve.shutdown()
 
 
 @pytest.mark.reliability("B29")
@@ -392,10 +369,7 @@ def test_the_client_of_an_error_sees_nothing_of_its_inside(separate: str) -> Non
         async def __call__(self) -> None:
             raise ValueError("the secret")
 
-    serve.start({"port": 0})
-    serve.run(bind(Secretive))
-    (url,) = serve.status().proxies
-    answer = httpx.get(url)
+    answer = get(served(bind(Secretive)), "/")
 
-    assert (answer.status_code, answer.text) == (500, "Internal Server Error")
+    assert (answer.status, answer.body) == (500, b"Internal Server Error")
     assert "content-type" not in answer.headers

@@ -30,11 +30,10 @@ class Model:
         self.in_constructor = who(), serve.get_replica_context().servable_object
 
     async def everywhere(self) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
         return {
             "task": await asyncio.create_task(self.awho()),
             "to_thread": await asyncio.to_thread(who),
-            "run_in_executor": await loop.run_in_executor(None, who),
+            "run_in_executor": await asyncio.get_running_loop().run_in_executor(None, who),
             "loop": who(),
         }
 

@@ -42,7 +42,7 @@ from ingress.schema import (
     DeploymentStatusOverview,
 )
 from tests.fakes import together
-from tests.servers import INGRESS, PATIENCE_S, environment, process, wait_until, write_module
+from tests.servers import PATIENCE_S, ingress_run, wait_until, write_module
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
 
@@ -58,7 +58,6 @@ hello = Model.bind()
 """
 
 FILE = """
-http_options: {port: 0}
 applications:
 - {name: one, route_prefix: /one, import_path: app:hello}
 - name: two
@@ -92,6 +91,22 @@ def echo(arguments: Mapping[str, Any]) -> Any:
     return dict(arguments)
 
 
+@contextmanager
+def echoing() -> Iterator[Path]:
+    """Answer commands at the control socket, of which this is the path."""
+    with ControlSocket({"echo": echo}) as control:
+        assert control.path is not None
+        yield control.path
+
+
+def stale(path: Path) -> Path:
+    """Leave a socket as a server that was killed leaves it."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    return path
+
+
 def raw(path: Path, data: bytes) -> Any:
     """Return the answer to bytes."""
     with socket.socket(socket.AF_UNIX) as client:
@@ -103,11 +118,11 @@ def raw(path: Path, data: bytes) -> Any:
 
 
 def test_only_its_user_may_connect(runtime: Path) -> None:
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path == runtime / f"{os.getpid()}.sock"
-        assert stat.S_IMODE(control.path.stat().st_mode) == 0o600
+    with echoing() as path:
+        assert path == runtime / f"{os.getpid()}.sock"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
-        assert RunningServer(1, control.path).ask("echo", a=[1]) == {"a": [1]}
+        assert RunningServer(1, path).ask("echo", a=[1]) == {"a": [1]}
     assert list(runtime.iterdir()) == []
 
 
@@ -125,22 +140,18 @@ BAD: dict[str, bytes] = {
 
 
 def test_a_bad_request_is_answered_and_harms_no_other(runtime: Path) -> None:
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path is not None
+    with echoing() as path:
         for data in BAD.values():
-            answer = raw(control.path, data)
+            answer = raw(path, data)
             assert answer["error"].startswith(("a request is one line", "arguments must be"))
         with pytest.raises(CommandError, match="it cannot be done"):
-            RunningServer(1, control.path).ask("echo", fails=True)
-        assert RunningServer(1, control.path).ask("echo") == {}
+            RunningServer(1, path).ask("echo", fails=True)
+        assert RunningServer(1, path).ask("echo") == {}
 
 
-def test_requests_of_many_threads_are_answered_to_those_that_asked(
-    runtime: Path, switch_interval: None
-) -> None:
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path is not None
-        server = RunningServer(1, control.path)
+def test_requests_of_many_threads_get_their_answers(runtime: Path, switch_interval: None) -> None:
+    with echoing() as path:
+        server = RunningServer(1, path)
         wrong: list[Any] = []
 
         def ask(number: int) -> None:
@@ -152,24 +163,18 @@ def test_requests_of_many_threads_are_answered_to_those_that_asked(
 
 
 def test_a_stale_socket_is_noticed_and_removed_and_a_listening_one_is_not(runtime: Path) -> None:
-    runtime.mkdir(mode=0o700)
-    stale = runtime / "999999999.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(stale))  # as a server that was killed leaves it
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path is not None
+    dead = stale(runtime / "999999999.sock")
+    with echoing() as path:
         found, removed = running_servers()
 
-        assert [each.path for each in found] == [control.path]
-        assert removed == [stale]
-        assert not stale.exists()
+        assert [each.path for each in found] == [path]
+        assert removed == [dead]
+        assert not dead.exists()
 
 
 def test_status_names_many_stale_sockets_in_one_line(runtime: Path) -> None:
-    runtime.mkdir(mode=0o700)
     for pid in range(999999991, 999999996):
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(runtime / f"{pid}.sock"))
+        stale(runtime / f"{pid}.sock")
     told = CliRunner().invoke(cli.app, ["status"]).output
 
     assert "servers that were killed: pid 999999991, 999999992, 999999993 and 2 more\n" in told
@@ -261,10 +266,7 @@ def test_nothing_in_a_folder_that_others_could_have_made_is_asked_or_deleted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = in_temporary_folder
-    folder.mkdir(mode=0o700)
-    stale = folder / "77.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(stale))
+    dead = stale(folder / "77.sock")
     with listening(folder / "4711.sock", {}) as asked:
         make(folder)
         for command in (["status"], ["status", "--json"], ["scale", "M=1"], ["stop"], ["top"]):
@@ -274,17 +276,14 @@ def test_nothing_in_a_folder_that_others_could_have_made_is_asked_or_deleted(
         with ControlSocket({"echo": echo}) as control:
             assert control.path is None
         assert asked == []
-    assert stale.is_socket()
+    assert dead.is_socket()
     assert problem in caplog.text
 
 
 @AS_ROOT
 def test_root_may_ask_the_servers_of_a_user_whose_folder_a_variable_names(runtime: Path) -> None:
-    runtime.mkdir(mode=0o700)
-    stale = runtime / "77.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(stale))
-    for each in (runtime, stale):
+    dead = stale(runtime / "77.sock")
+    for each in (runtime, dead):
         os.chown(each, ANOTHER_USER, ANOTHER_USER)
     path = runtime / "4711.sock"
     users = f"import os, socket; os.setuid({ANOTHER_USER}); it = socket.socket(socket.AF_UNIX); "
@@ -296,7 +295,7 @@ def test_root_may_ask_the_servers_of_a_user_whose_folder_a_variable_names(runtim
             os.chown(runtime / "4712.sock", ANOTHER_USER, ANOTHER_USER)
             assert [each.pid for each in running_servers()[0]] == [4711]
         other.communicate(b"\n")
-    assert stale.is_socket()
+    assert dead.is_socket()
 
 
 @AS_ROOT
@@ -304,19 +303,16 @@ def test_a_client_of_another_user_gets_no_answer(runtime: Path) -> None:
     runtime.mkdir(mode=0o700)
     for each in (runtime, runtime.parent):
         each.chmod(0o755)
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path is not None
-        control.path.chmod(0o666)
+    with echoing() as path:
+        path.chmod(0o666)
         asks = f"import os, socket; os.setuid({ANOTHER_USER}); it = socket.socket(socket.AF_UNIX); "
-        asks += f"it.connect({str(control.path)!r}); "
+        asks += f"it.connect({str(path)!r}); "
         asks += """it.sendall(b'{"command": "echo"}\\n'); print(it.makefile().read())"""
         told = subprocess.run([sys.executable, "-c", asks], capture_output=True, check=True)
     assert json.loads(told.stdout) == {"error": "this server belongs to another user"}
 
 
-def test_files_that_are_no_sockets_of_our_servers_are_neither_asked_nor_deleted(
-    runtime: Path,
-) -> None:
+def test_files_that_are_no_sockets_of_ours_are_neither_asked_nor_deleted(runtime: Path) -> None:
     runtime.mkdir(mode=0o700)
     elsewhere = runtime.parent / "1.sock"
     with (
@@ -325,19 +321,14 @@ def test_files_that_are_no_sockets_of_our_servers_are_neither_asked_nor_deleted(
     ):
         (runtime / "1.sock").symlink_to(elsewhere)
         (runtime / "3.sock").write_text("a file")
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(runtime.parent / "stale.sock"))
-        (runtime / "4.sock").symlink_to(runtime.parent / "stale.sock")
+        (runtime / "4.sock").symlink_to(stale(runtime.parent / "stale.sock"))
         before = sorted(runtime.iterdir())
-        told = CliRunner().invoke(cli.app, ["status"])
-        assert told.stderr == "no server runs\n"
+        assert CliRunner().invoke(cli.app, ["status"]).stderr == "no server runs\n"
         assert through_link == open_to_all == []
     assert sorted(runtime.iterdir()) == before
 
 
-def test_a_server_that_ends_leaves_the_socket_of_one_that_has_taken_its_name(
-    runtime: Path,
-) -> None:
+def test_a_server_that_ends_leaves_the_socket_of_one_that_has_taken_its_name(runtime: Path) -> None:
     with ControlSocket({"echo": echo}, pid=1):
         with ControlSocket({"echo": echo}, pid=1) as later:  # in another container
             assert later.path is not None
@@ -371,10 +362,7 @@ VIEW = {
         "calls": [], "more_calls": 0,
     }],
 }  # fmt: skip
-ANSWERS: dict[str, Any] = {
-    "view": {"result": VIEW},
-    "scale": {"result": [EVIL]},
-}
+ANSWERS: dict[str, Any] = {"view": {"result": VIEW}, "scale": {"result": [EVIL]}}
 COMMANDS = {
     "status": ["status"],
     "status as JSON": ["status", "--json"],
@@ -388,9 +376,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_no_text_of_a_server_is_a_command_to_the_terminal(
-    runtime: Path, command: list[str]
-) -> None:
+def test_no_text_of_a_server_commands_the_terminal(runtime: Path, command: list[str]) -> None:
     runtime.mkdir(mode=0o700)
     with listening(runtime / "4711.sock", ANSWERS):
         told = CliRunner().invoke(cli.app, command)
@@ -419,10 +405,9 @@ def test_the_folder_of_the_session_is_used_if_it_is_there(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
     if mode is not None:
         session.mkdir(mode)
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path is not None
-        assert control.path.parent == (session / "ingress" if is_used else in_temporary_folder)
-        assert [each.path for each in running_servers()[0]] == [control.path]
+    with echoing() as path:
+        assert path.parent == (session / "ingress" if is_used else in_temporary_folder)
+        assert [each.path for each in running_servers()[0]] == [path]
 
 
 @AS_ROOT
@@ -433,9 +418,8 @@ def test_the_folder_of_another_users_session_is_not_used(
     session.mkdir(0o700)
     another_users(session)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path is not None
-        assert control.path.parent == in_temporary_folder
+    with echoing() as path:
+        assert path.parent == in_temporary_folder
     assert list(session.iterdir()) == []
 
 
@@ -443,8 +427,7 @@ def test_the_folder_of_another_users_session_is_not_used(
 def test_a_server_is_found_scaled_and_stopped(
     runtime: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [*INGRESS, "run", "serve.yaml"]
-    with process(command, folder, environment(folder)) as server:
+    with ingress_run(folder, "serve.yaml") as server:
         pid = server.process.pid
         server.wait_for(f"control socket {runtime}/{pid}.sock")
         server.wait_for("Ctrl-C to stop")
@@ -480,8 +463,7 @@ def test_a_server_is_found_scaled_and_stopped(
 def test_a_command_changes_all_workers_or_none_and_those_that_come_later(
     runtime: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [*INGRESS, "run", "app:hello", "--port", "0", "--workers", "2"]
-    with process(command, folder, environment(folder)) as server:
+    with ingress_run(folder, "app:hello", "--workers", "2") as server:
         server.wait_for("Ctrl-C to stop")
         pid = server.process.pid
         running = RunningServer(pid, runtime / f"{pid}.sock")
@@ -495,8 +477,7 @@ def test_a_command_changes_all_workers_or_none_and_those_that_come_later(
         control_commands.scale(["Model=3"])
         wait_until(lambda: replicas(running) == [3, 3])
 
-        before = running.ask("view")["workers"]
-        os.kill(before[0], signal.SIGKILL)
+        os.kill(running.ask("view")["workers"][0], signal.SIGKILL)
         server.wait_for(r"worker \d+ is ready")
         wait_until(lambda: replicas(running) == [3, 3])
         control_commands.stop()

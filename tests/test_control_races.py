@@ -6,7 +6,7 @@ import asyncio
 import gc
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,7 @@ from starlette.requests import Request
 import ingress as serve
 from ingress.core.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
-from ingress.engines.local import LocalEngine
-from ingress.exceptions import (
-    DeploymentUnavailableError,
-    RayServeException,
-    RequestCancelledError,
-)
+from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
 from ingress.handle import DeploymentHandle
 from ingress.request_router import ConsistentHashRouter, RunningReplica
 from ingress.schema import DeploymentStatus, ReplicaDetails
@@ -33,24 +28,24 @@ from tests.process_calls_app import in_isolation
 from tests.servers import (
     PATIENCE_S,
     bind,
+    change,
     close_loop,
     get,
     overview,
     result,
     served,
+    settle,
     turns,
     wait_until,
 )
 
 ROUNDS = 30
 
-pytestmark = pytest.mark.usefixtures("switch_interval")
+pytestmark = pytest.mark.usefixtures("switch_interval", "shutdown")
 
 
-@pytest.fixture
-def engine() -> Iterator[LocalEngine]:
-    yield local_engine()
-    serve.shutdown()
+def run(application: Any) -> DeploymentHandle:
+    return serve.run(application, route_prefix=None)
 
 
 def patient(count: int = 1) -> Latch:
@@ -86,6 +81,10 @@ class Hold:
         self.is_held = patient(loops)
         self.end = patient()
 
+    def __call__(self) -> None:
+        self.is_held.count_down()
+        self.end.wait()  # on the event loop
+
 
 def held(hold: list[Hold], **options: Any) -> Any:
     @serve.deployment(max_ongoing_requests=2, **options)
@@ -98,8 +97,7 @@ def held(hold: list[Hold], **options: Any) -> Any:
             self.config = config
 
         async def hold(self) -> None:
-            hold[-1].is_held.count_down()
-            hold[-1].end.wait()  # on the event loop
+            hold[-1]()
 
         async def where(self) -> str:
             return str(self.tag)
@@ -119,35 +117,31 @@ def hold_all(handle: DeploymentHandle, holds: list[Hold], loops: int) -> tuple[H
     return holds[-1], holding
 
 
-def test_a_call_on_its_way_to_a_replica_that_is_dropped_is_answered_by_it(
-    engine: LocalEngine,
-) -> None:
+def test_a_call_on_its_way_to_a_replica_that_is_dropped_is_answered_by_it() -> None:
     holds: list[Hold] = []
-    handle = serve.run(held(holds, num_replicas=2), route_prefix=None)
+    handle = run(held(holds, num_replicas=2))
     hold, holding = hold_all(handle, holds, 2)
     on_their_way = [handle.where.remote() for _ in range(2)]
     wait_until(lambda: [each.ongoing for each in replicas()] == [2, 2])
 
-    engine.change("default", {"Held": {"num_replicas": 1}})
+    change("Held", num_replicas=1)
     hold.end.count_down()
 
     assert sorted(result(each) for each in on_their_way) == ["0", "1"]
     for each in holding:
         result(each)
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert [each.replica_id for each in replicas()] == ["0"]
 
 
-def test_a_call_on_its_way_to_a_replica_that_is_reconfigured_sees_the_config_before(
-    engine: LocalEngine,
-) -> None:
+def test_a_call_on_its_way_to_a_replica_that_is_reconfigured_sees_the_config_before() -> None:
     holds: list[Hold] = []
-    handle = serve.run(held(holds, user_config="before"), route_prefix=None)
+    handle = run(held(holds, user_config="before"))
     hold, holding = hold_all(handle, holds, 1)
     on_its_way = handle.configured.remote()
     wait_until(lambda: [each.ongoing for each in replicas()] == [2])
 
-    engine.change("default", {"Held": {"user_config": "after"}})
+    change("Held", user_config="after")
     waiting = handle.configured.remote()  # the replica is taken away: this waits for it
     hold.end.count_down()
 
@@ -156,14 +150,14 @@ def test_a_call_on_its_way_to_a_replica_that_is_reconfigured_sees_the_config_bef
     result(holding[0])
 
 
-def test_a_cancellation_that_meets_a_drop_costs_no_slot(engine: LocalEngine) -> None:
+def test_a_cancellation_that_meets_a_drop_costs_no_slot() -> None:
     holds: list[Hold] = []
-    handle = serve.run(held(holds, num_replicas=2), route_prefix=None)
+    handle = run(held(holds, num_replicas=2))
     for _ in range(ROUNDS):
         hold, holding = hold_all(handle, holds, 2)
         on_their_way = [handle.where.remote() for _ in range(2)]
         wait_until(lambda: [each.ongoing for each in replicas()] == [2, 2])
-        drop = partial(engine.change, "default", {"Held": {"num_replicas": 1}})
+        drop = partial(change, "Held", num_replicas=1)
         at_once(hold.end.count_down, drop, *(each.cancel for each in on_their_way))
 
         for each in on_their_way:
@@ -173,16 +167,14 @@ def test_a_cancellation_that_meets_a_drop_costs_no_slot(engine: LocalEngine) -> 
                 pass
         for each in holding:
             result(each)
-        engine.wait_until_settled("default", PATIENCE_S)
+        settle()
         wait_until(lambda: [each.ongoing for each in replicas()] == [0])
-        engine.change("default", {"Held": {"num_replicas": 2}})
-        engine.wait_until_settled("default", PATIENCE_S)
+        change("Held", num_replicas=2)
+        settle()
         assert len(running()) == 2
 
 
-def test_a_replica_that_is_dropped_while_its_constructor_ends_serves_nothing_and_ends(
-    engine: LocalEngine,
-) -> None:
+def test_a_replica_that_is_dropped_while_its_constructor_ends_serves_nothing_and_ends() -> None:
     gates: list[tuple[Latch, Latch]] = []
     made: list[str] = []
     ended: list[str] = []
@@ -203,16 +195,15 @@ def test_a_replica_that_is_dropped_while_its_constructor_ends_serves_nothing_and
         async def __call__(self) -> str:
             return str(self.tag)
 
-    handle: DeploymentHandle = serve.run(bind(Slow), route_prefix=None)
+    handle: DeploymentHandle = run(bind(Slow))
     for _ in range(ROUNDS):
         begun, may_end = patient(), patient()
         gates.append((begun, may_end))
-        engine.change("default", {"Slow": {"num_replicas": 2}})
+        change("Slow", num_replicas=2)
         begun.wait()
-        drop = partial(engine.change, "default", {"Slow": {"num_replicas": 1}})
-        at_once(may_end.count_down, drop)
+        at_once(may_end.count_down, partial(change, "Slow", num_replicas=1))
 
-        engine.wait_until_settled("default", PATIENCE_S)
+        settle()
         assert [each.replica_id for each in replicas()] == ["0"]
         assert {result(handle.remote()) for _ in range(4)} == {"0"}
     wait_until(lambda: sorted(ended) == sorted(each for each in made if each != "0"))
@@ -233,8 +224,13 @@ class Configured:
         self.seen: list[tuple[str, str]] = []
         self.checked = 0
 
-    def hold(self, config: str) -> None:
+    def begin(self, config: str, *, fails: bool = False) -> None:
+        """Change the `user_config`; return once a replica reconfigures, which the script holds."""
         self.begun[config], self.may_end[config] = patient(), patient()
+        if fails:
+            self.fails.add(config)
+        change("Configured", user_config=config)
+        self.begun[config].wait()
 
 
 def configured(script: Configured, user_config: str, **options: Any) -> Any:
@@ -265,79 +261,55 @@ def configured(script: Configured, user_config: str, **options: Any) -> Any:
     return bind(Model)
 
 
-def change(user_config: str) -> None:
-    local_engine().change("default", {"Configured": {"user_config": user_config}})
-
-
-def test_a_user_config_that_fails_after_the_next_one_came_does_not_undo_that(
-    engine: LocalEngine,
-) -> None:
+def test_a_user_config_that_fails_after_the_next_one_came_does_not_undo_that() -> None:
     script = Configured()
-    handle = serve.run(configured(script, "first"), route_prefix=None)
-    script.hold("bad")
-    script.fails.add("bad")
-    change("bad")
-    script.begun["bad"].wait()
-    change("last")
+    handle = run(configured(script, "first"))
+    script.begin("bad", fails=True)
+    change("Configured", user_config="last")
     script.may_end["bad"].count_down()
 
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert result(handle.remote()) == "last"
     assert overview("Configured").message == ""
 
 
-def test_a_deployment_never_returns_to_a_user_config_that_no_replica_has_taken(
-    engine: LocalEngine,
-) -> None:
+def test_a_deployment_never_returns_to_a_user_config_that_no_replica_has_taken() -> None:
     script = Configured()
-    handle = serve.run(configured(script, "first"), route_prefix=None)
-    script.hold("bad")
-    script.fails |= {"bad", "worse"}
-    change("bad")
-    script.begun["bad"].wait()
-    change("worse")
+    handle = run(configured(script, "first"))
+    script.begin("bad", fails=True)
+    script.fails.add("worse")
+    change("Configured", user_config="worse")
     script.may_end["bad"].count_down()
 
     wait_until(lambda: "worse is refused" in overview("Configured").message)
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert result(handle.remote()) == "first"
 
 
-def test_a_user_config_that_fails_in_an_old_replica_leaves_that_of_the_update(
-    engine: LocalEngine,
-) -> None:
+def test_a_user_config_that_fails_in_an_old_replica_leaves_that_of_the_update() -> None:
     script = Configured()
-    handle = serve.run(configured(script, "old", num_replicas=2), route_prefix=None)
-    script.hold("bad")
-    script.fails.add("bad")
-    change("bad")
-    script.begun["bad"].wait()
-    new = configured(script, "new", num_replicas=2)
-    updating = threading.Thread(target=serve.run, args=(new,), kwargs={"route_prefix": None})
+    handle = run(configured(script, "old", num_replicas=2))
+    script.begin("bad", fails=True)
+    updating = threading.Thread(target=run, args=(configured(script, "new", num_replicas=2),))
     updating.start()
     wait_until(lambda: ("2", "new") in script.seen)
     script.may_end["bad"].count_down()
     updating.join(PATIENCE_S)
 
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert {result(handle.remote()) for _ in range(8)} == {"new"}
 
 
-def test_a_replica_whose_reconfigure_failed_is_replaced_even_if_its_checks_succeed(
-    engine: LocalEngine,
-) -> None:
-    may_construct, constructs = patient(), patient()
-    may_construct.count_down()
-    gates = [(patient(), may_construct)]
-    checked = [0]
+def test_a_replica_whose_reconfigure_failed_is_replaced_even_if_its_checks_succeed() -> None:
+    constructs, may_construct, checked = patient(), patient(), [0]
 
     @serve.deployment(user_config="good", health_check_period_s=0.02)
     class Model:
         async def __init__(self) -> None:  # type: ignore[misc]
             self.tag = serve.get_replica_context().replica_tag
-            begun, may_end = gates[-1]
-            begun.count_down()
-            await may_end
+            if self.tag != "0":
+                constructs.count_down()
+                await may_construct
 
         async def reconfigure(self, config: str) -> None:
             if config == "bad":
@@ -349,61 +321,52 @@ def test_a_replica_whose_reconfigure_failed_is_replaced_even_if_its_checks_succe
         async def __call__(self) -> str:
             return str(self.tag)
 
-    handle = serve.run(bind(Model), route_prefix=None)
-    gates.append((constructs, patient()))
-    engine.change("default", {"Model": {"user_config": "bad"}})
+    handle = run(bind(Model))
+    change("Model", user_config="bad")
     constructs.wait()
     before = checked[0]
     wait_until(lambda: checked[0] >= before + 3)
     assert result(handle.remote()) == "0"
-    gates[-1][1].count_down()
+    may_construct.count_down()
     wait_until(lambda: result(handle.remote()) == "1")
 
 
 def test_a_reconfigure_and_a_constructor_that_hang_are_named_with_their_lines(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def has_twice(record: re.Pattern[str]) -> bool:
         return len(record.findall(caplog.text)) >= 2
 
     monkeypatch.setattr(health, "TELL_S", 0.3)
     script = Configured()
-    script.hold("hangs")
-    serve.run(configured(script, "first"), route_prefix=None)
-    engine.change("default", {"Configured": {"user_config": "hangs"}})
-    script.begun["hangs"].wait()
-    engine.change("default", {"Configured": {"num_replicas": 2}})
+    run(configured(script, "first"))
+    script.begin("hangs")
+    change("Configured", num_replicas=2)
 
     place = rf"{Path(__file__).name}:\d+ in Model.reconfigure"
     for each in ("Configured#0 is still reconfiguring", "Configured#1 is still starting"):
         record = re.compile(rf"{each} after \d+ s at .*{place}")
         wait_until(partial(has_twice, record))
     script.may_end["hangs"].count_down()
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
 
 
-def test_an_update_and_fewer_replicas_do_not_wait_for_a_reconfigure_that_hangs(
-    engine: LocalEngine,
-) -> None:
+def test_an_update_and_fewer_replicas_do_not_wait_for_a_reconfigure_that_hangs() -> None:
     script = Configured()
     options: dict[str, Any] = {"graceful_shutdown_timeout_s": 0.1}
-    handle = serve.run(configured(script, "first", **options), route_prefix=None)
-    script.hold("hangs")
-    change("hangs")
-    script.begun["hangs"].wait()
+    handle = run(configured(script, "first", **options))
+    script.begin("hangs")
     waiting = handle.remote()  # no replica takes it now
 
-    serve.run(configured(script, "second", num_replicas=2, **options), route_prefix=None)
+    run(configured(script, "second", num_replicas=2, **options))
     assert result(waiting) == "second"
-    change("hangs")
+    change("Configured", user_config="hangs")
     wait_until(lambda: len([each for each in script.seen if each[1] == "hangs"]) == 2)
-    engine.change("default", {"Configured": {"num_replicas": 1}})
+    change("Configured", num_replicas=1)
     wait_until(lambda: len(replicas()) == 1)
 
 
-def test_a_replica_that_is_lost_while_it_is_away_is_replaced_and_rejects_nothing(
-    engine: LocalEngine,
-) -> None:
+def test_a_replica_that_is_lost_while_it_is_away_is_replaced_and_rejects_nothing() -> None:
     inside, loops = patient(), []
 
     @serve.deployment(user_config="before", max_ongoing_requests=1)
@@ -422,22 +385,22 @@ def test_a_replica_that_is_lost_while_it_is_away_is_replaced_and_rejects_nothing
         async def __call__(self) -> str:
             return self.config
 
-    handle = serve.run(bind(Model), route_prefix=None)
+    handle = run(bind(Model))
     holding = handle.hold.remote()
     inside.wait()
-    engine.change("default", {"Model": {"user_config": "after"}})
+    change("Model", user_config="after")
     waiting = handle.remote()
     close_loop(loops[0])
 
     assert result(waiting) == "after"
     with pytest.raises(RayServeException):
         result(holding)
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert overview("Model").message == ""
     assert running() == ["1"]
 
 
-def test_a_reconfigure_that_ends_its_loop_is_refused(engine: LocalEngine) -> None:
+def test_a_reconfigure_that_ends_its_loop_is_refused() -> None:
     closing: list[threading.Thread] = []
 
     @serve.deployment(user_config="before", num_replicas=2)
@@ -447,9 +410,8 @@ def test_a_reconfigure_that_ends_its_loop_is_refused(engine: LocalEngine) -> Non
 
         async def reconfigure(self, config: str) -> None:
             if config == "after":
-                closing.append(
-                    threading.Thread(target=close_loop, args=(asyncio.get_running_loop(),))
-                )
+                loop = asyncio.get_running_loop()
+                closing.append(threading.Thread(target=close_loop, args=(loop,)))
                 closing[-1].start()
                 await asyncio.Event().wait()
             self.config = config
@@ -457,24 +419,23 @@ def test_a_reconfigure_that_ends_its_loop_is_refused(engine: LocalEngine) -> Non
         async def __call__(self) -> str:
             return self.config
 
-    handle = serve.run(bind(Model), route_prefix=None)
-    engine.change("default", {"Model": {"user_config": "after"}})
+    handle = run(bind(Model))
+    change("Model", user_config="after")
     wait_until(lambda: "the user_config before is in use" in overview("Model").message)
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert {result(handle.remote()) for _ in range(8)} == {"before"}
     assert len(closing) == 1
     closing[0].join(PATIENCE_S)
 
 
 def test_a_replica_that_is_wedged_while_it_is_away_is_replaced_and_comes_back_configured(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(WEDGED_AFTER_S, "0.3")
     holds: list[Hold] = []
-    options = {"user_config": "before", "graceful_shutdown_timeout_s": 0}
-    handle = serve.run(held(holds, **options), route_prefix=None)
+    handle = run(held(holds, user_config="before", graceful_shutdown_timeout_s=0))
     hold, holding = hold_all(handle, holds, 1)
-    engine.change("default", {"Held": {"user_config": "after"}})
+    change("Held", user_config="after")
 
     assert result(handle.where.remote()) == "1"
     hold.end.count_down()
@@ -485,7 +446,7 @@ def test_a_replica_that_is_wedged_while_it_is_away_is_replaced_and_comes_back_co
 
 # Its task is never resumed: the garbage collector ends it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_constructor_that_ends_its_loop_fails_the_start(engine: LocalEngine) -> None:
+def test_a_constructor_that_ends_its_loop_fails_the_start() -> None:
     constructed: list[threading.Thread] = []
 
     @serve.deployment
@@ -497,7 +458,7 @@ def test_a_constructor_that_ends_its_loop_fails_the_start(engine: LocalEngine) -
             await asyncio.Event().wait()
 
     with pytest.raises(RuntimeError, match="closed the event loop"):
-        serve.run(bind(Closing), route_prefix=None)
+        run(bind(Closing))
     assert len(constructed) == 1
     constructed[0].join(PATIENCE_S)
     constructed.clear()
@@ -507,7 +468,7 @@ def test_a_constructor_that_ends_its_loop_fails_the_start(engine: LocalEngine) -
 # Threads that are left behind.
 
 
-def test_replicas_left_behind_end_an_update_but_none_that_serves(engine: LocalEngine) -> None:
+def test_replicas_left_behind_end_an_update_but_none_that_serves() -> None:
     may_end = threading.Event()
     inside: list[Latch] = []
 
@@ -524,15 +485,15 @@ def test_replicas_left_behind_end_an_update_but_none_that_serves(engine: LocalEn
 
         return bind(Model)
 
-    handle = serve.run(version("0"), route_prefix=None)
+    handle = run(version("0"))
     try:
         for number in (1, 2):
             inside.append(patient())
             handle.dive.remote()
             inside[-1].wait()
-            serve.run(version(str(number)), route_prefix=None)
+            run(version(str(number)))
         with pytest.raises(RuntimeError, match="2 replicas are stuck, and no more are started"):
-            serve.run(version("3"), route_prefix=None)
+            run(version("3"))
         assert result(handle.remote()) == "2"
         assert overview("Model").status is DeploymentStatus.DEPLOY_FAILED
         assert "no more are started" in overview("Model").message
@@ -540,14 +501,14 @@ def test_replicas_left_behind_end_an_update_but_none_that_serves(engine: LocalEn
         may_end.set()
     application = local_engine().applications["default"]
     wait_until(lambda: not application.ingress.left)
-    serve.run(version("4"), route_prefix=None)
+    run(version("4"))
     assert result(handle.remote()) == "4"
 
 
 # A stop or an update meets waits, starts and ends.
 
 
-def test_a_wait_for_the_replicas_ends_when_the_application_is_deleted(engine: LocalEngine) -> None:
+def test_a_wait_for_the_replicas_ends_when_the_application_is_deleted() -> None:
     may_end, begun = patient(), patient()
 
     @serve.deployment(health_check_period_s=60)
@@ -559,17 +520,17 @@ def test_a_wait_for_the_replicas_ends_when_the_application_is_deleted(engine: Lo
 
         async def __call__(self) -> None: ...
 
-    serve.run(bind(Slow), route_prefix=None)
-    engine.change("default", {"Slow": {"num_replicas": 2}})
+    run(bind(Slow))
+    change("Slow", num_replicas=2)
     begun.wait()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(engine.wait_until_settled, "default")
+        waiting = pool.submit(local_engine().wait_until_settled, "default")
         serve.delete("default")
         with pytest.raises(DeploymentUnavailableError, match="it was stopped"):
             waiting.result(PATIENCE_S)
 
 
-def test_a_delete_cuts_the_end_of_a_replica_that_leaves_short(engine: LocalEngine) -> None:
+def test_a_delete_cuts_the_end_of_a_replica_that_leaves_short() -> None:
     leaves, may_end = patient(), patient()
     cut: list[bool] = []
 
@@ -586,15 +547,15 @@ def test_a_delete_cuts_the_end_of_a_replica_that_leaves_short(engine: LocalEngin
 
         async def __call__(self) -> None: ...
 
-    serve.run(bind(Slow), route_prefix=None)
-    engine.change("default", {"Slow": {"num_replicas": 1}})
+    run(bind(Slow))
+    change("Slow", num_replicas=1)
     leaves.wait()
-    engine.shutdown(timeout_s=0)
+    local_engine().shutdown(timeout_s=0)
     assert cut, "it was not waited for"
     assert serve.status().applications == {}
 
 
-def test_a_delete_does_not_wait_for_a_constructor_that_hangs(engine: LocalEngine) -> None:
+def test_a_delete_does_not_wait_for_a_constructor_that_hangs() -> None:
     begun, may_end = patient(), threading.Event()
     constructed: list[bool] = []
 
@@ -607,8 +568,8 @@ def test_a_delete_does_not_wait_for_a_constructor_that_hangs(engine: LocalEngine
 
         async def __call__(self) -> None: ...
 
-    serve.run(bind(Slow), route_prefix=None)
-    engine.change("default", {"Slow": {"num_replicas": 2}})
+    run(bind(Slow))
+    change("Slow", num_replicas=2)
     begun.wait()
     serve.delete("default")
     assert not constructed, "it was not waited for"
@@ -616,7 +577,7 @@ def test_a_delete_does_not_wait_for_a_constructor_that_hangs(engine: LocalEngine
     may_end.set()
 
 
-def test_a_delete_in_the_middle_of_an_update_starts_no_old_replica(engine: LocalEngine) -> None:
+def test_a_delete_in_the_middle_of_an_update_starts_no_old_replica() -> None:
     made: list[str] = []
     begun, may_end = patient(), patient()
 
@@ -634,9 +595,9 @@ def test_a_delete_in_the_middle_of_an_update_starts_no_old_replica(engine: Local
 
         return bind(Model)
 
-    serve.run(version("old"), route_prefix=None)
+    run(version("old"))
     with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(serve.run, version("new"), route_prefix=None)
+        updating = pool.submit(run, version("new"))
         begun.wait()
         serve.delete("default")
         with pytest.raises(RuntimeError, match="deleted while it started"):
@@ -644,7 +605,7 @@ def test_a_delete_in_the_middle_of_an_update_starts_no_old_replica(engine: Local
     assert made == ["old", "old", "new", "new"]
 
 
-def test_an_update_that_meets_the_next_one_is_taken_back_or_is_done(engine: LocalEngine) -> None:
+def test_an_update_that_meets_the_next_one_is_taken_back_or_is_done() -> None:
     def version(text: str, may_end: Latch | None = None) -> Any:
         @serve.deployment(name="Model")
         class Model:
@@ -659,23 +620,23 @@ def test_an_update_that_meets_the_next_one_is_taken_back_or_is_done(engine: Loca
 
         return bind(Model)
 
-    def run(application: Any) -> None:
+    def attempt(application: Any) -> None:
         try:
-            serve.run(application, route_prefix=None)
+            run(application)
         except RuntimeError as error:
             ends.append(str(error))
 
-    handle = serve.run(version("0"), route_prefix=None)
+    handle = run(version("0"))
     before, done = "0", 0
     for number in range(1, ROUNDS + 1):
         ends: list[str] = []
         may_end = patient()
-        first = threading.Thread(target=run, args=(version(str(number), may_end),))
+        first = threading.Thread(target=attempt, args=(version(str(number), may_end),))
         first.start()
         wait_until(lambda: len(replicas()) == 2)
-        at_once(may_end.count_down, partial(run, version("broken")))
+        at_once(may_end.count_down, partial(attempt, version("broken")))
         first.join(PATIENCE_S)
-        engine.wait_until_settled("default", PATIENCE_S)
+        settle()
         was_ended = any("another application of its name" in each for each in ends)
         expected = before if was_ended else str(number)
         assert result(handle.remote()) == expected, (number, ends)
@@ -686,26 +647,22 @@ def test_an_update_that_meets_the_next_one_is_taken_back_or_is_done(engine: Loca
 SCALED = {"min_replicas": 3, "max_replicas": 5}
 
 
-def test_a_change_that_only_the_new_version_can_have_is_made_while_it_starts(
-    engine: LocalEngine,
-) -> None:
+def test_a_change_that_only_the_new_version_can_have_is_made_while_it_starts() -> None:
     """If the update fails, the version before returns as it was: it runs in threads."""
-    serve.run(in_isolation("Echo", "thread"), route_prefix=None)
-    (echo,) = engine.applications["default"].deployments.values()
+    run(in_isolation("Echo", "thread"))
+    (echo,) = local_engine().applications["default"].deployments.values()
     with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(serve.run, in_isolation("Echo", "process"), route_prefix=None)
+        updating = pool.submit(run, in_isolation("Echo", "process"))
         wait_until(lambda: echo.config.isolation == "process")
-        (change,) = engine.change("default", {"Echo": {"max_requests_per_replica": 5}})
+        (changed,) = change("Echo", max_requests_per_replica=5)
         assert echo.previous is not None, "the update has ended already"
         updating.result(PATIENCE_S)
 
-    assert change.after == 5
+    assert changed.after == 5
     assert echo.config.max_requests_per_replica == 5
 
 
-def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails(
-    engine: LocalEngine,
-) -> None:
+def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails() -> None:
     begun, may_end = patient(), patient()
 
     def version(text: str) -> Any:
@@ -727,23 +684,21 @@ def test_a_change_before_its_deployment_is_updated_survives_an_update_that_fails
 
         return bind(Gate, bind(Child))
 
-    handle = serve.run(version("old"), route_prefix=None)
+    handle = run(version("old"))
     with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(serve.run, version("new"), route_prefix=None)
+        updating = pool.submit(run, version("new"))
         begun.wait()
-        engine.change("default", {"Gate": {"num_replicas": 3}})
+        change("Gate", num_replicas=3)
         may_end.count_down()
         with pytest.raises(RuntimeError, match="no door"):
             updating.result(PATIENCE_S)
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert overview("Gate").replica_states == {"RUNNING": 3}
     assert result(handle.remote()) == "old"
 
 
 @pytest.mark.parametrize("after", [{"num_replicas": 3}, {"autoscaling_config": SCALED}])
-def test_a_change_while_its_deployment_is_updated_survives_an_update_that_fails(
-    engine: LocalEngine, after: dict[str, Any]
-) -> None:
+def test_a_change_during_an_update_survives_if_the_update_fails(after: dict[str, Any]) -> None:
     begun, may_end = patient(), patient()
 
     def version(text: str, **options: Any) -> Any:
@@ -764,16 +719,16 @@ def test_a_change_while_its_deployment_is_updated_survives_an_update_that_fails(
         return bind(Model)
 
     configs: set[tuple[str, Any]] = set()
-    handle = serve.run(version("old", user_config="first"), route_prefix=None)
+    handle = run(version("old", user_config="first"))
     with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(serve.run, version("new", num_replicas=2), route_prefix=None)
+        updating = pool.submit(run, version("new", num_replicas=2))
         begun.wait()
-        engine.change("default", {"Model": after})
-        engine.change("default", {"Model": {"user_config": "for the new code"}})
+        change("Model", **after)
+        change("Model", user_config="for the new code")
         may_end.count_down()
         with pytest.raises(RuntimeError, match="no weights"):
             updating.result(PATIENCE_S)
-    engine.wait_until_settled("default", PATIENCE_S)
+    settle()
     assert overview("Model").replica_states == {"RUNNING": 3}
     assert result(handle.remote()) == "old"
     assert configs == {("old", "first")}
@@ -782,9 +737,7 @@ def test_a_change_while_its_deployment_is_updated_survives_an_update_that_fails(
 # Requests on their way.
 
 
-def test_a_request_on_its_way_at_the_end_of_a_drain_goes_to_another_replica(
-    engine: LocalEngine,
-) -> None:
+def test_a_request_on_its_way_at_the_end_of_a_drain_goes_to_another_replica() -> None:
     holds: list[Hold] = []
 
     @serve.deployment(num_replicas=2, max_ongoing_requests=2, graceful_shutdown_timeout_s=0)
@@ -794,8 +747,7 @@ def test_a_request_on_its_way_at_the_end_of_a_drain_goes_to_another_replica(
 
         async def __call__(self, request: Request) -> str:
             if request.url.path == "/hold":
-                holds[-1].is_held.count_down()
-                holds[-1].end.wait()  # on the event loop
+                holds[-1]()
             return str(self.tag)
 
     port = served(bind(Held))
@@ -805,7 +757,7 @@ def test_a_request_on_its_way_at_the_end_of_a_drain_goes_to_another_replica(
         holds[-1].is_held.wait()
         on_their_way = [pool.submit(get, port, "/") for _ in range(2)]
         wait_until(lambda: [each.ongoing for each in replicas()] == [2, 2])
-        engine.change("default", {"Held": {"num_replicas": 1}})
+        change("Held", num_replicas=1)
         wait_until(lambda: len(replicas()) == 1)
         holds[-1].end.count_down()
         answers = [each.result(PATIENCE_S) for each in on_their_way]
@@ -813,7 +765,7 @@ def test_a_request_on_its_way_at_the_end_of_a_drain_goes_to_another_replica(
         assert sorted(each.result(PATIENCE_S).status for each in holding) == [200, 503]
 
 
-def test_the_routing_policy_hears_of_replicas_from_one_thread(engine: LocalEngine) -> None:
+def test_the_routing_policy_hears_of_replicas_from_one_thread() -> None:
     told: list[str] = []
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -830,7 +782,7 @@ def test_the_routing_policy_hears_of_replicas_from_one_thread(engine: LocalEngin
         async def __call__(self) -> str:
             return str(serve.get_replica_context().replica_tag)
 
-    handle = serve.run(bind(Model), route_prefix=None)
+    handle = run(bind(Model))
     for number in range(2):
         close_loop(loops[number])
         # Before the control loop looks: this thread takes the replica out of the router.

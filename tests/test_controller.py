@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.exceptions import DeploymentUnavailableError, SyncMethodOnEventLoopWarning
+from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentHandle
 from ingress.schema import ApplicationStatus
 from ingress.testing import Latch
@@ -24,9 +24,7 @@ PATIENCE_S = 60.0
 
 pytestmark = [
     pytest.mark.usefixtures("shutdown"),
-    pytest.mark.filterwarnings(
-        f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"
-    ),
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
 ]
 
 
@@ -78,25 +76,16 @@ class CannotBeBound(Base):
         return "other parameters"
 
 
-@serve.deployment
-class Exits:
-    def __init__(self) -> None:
-        raise SystemExit(3)
-
-
 @pytest.mark.parametrize(
     ("target", "name", "says"),
     [
         (bind(CannotBeBound), "root", "root"),
         (bind(Broken, bind(Fine)), "Broken", "no model here"),
         (bind(CannotBeCloned), "CannotBeCloned", "no second setup"),
-        (bind(Exits), "Exits", "SystemExit"),
     ],
-    ids=["routes", "constructor", "app", "exit"],
+    ids=["routes", "constructor", "app"],
 )
-def test_one_replica_that_does_not_start_fails_it_all_and_leaves_nothing(
-    target: Any, name: str, says: str
-) -> None:
+def test_one_failed_start_fails_all_and_leaves_nothing(target: Any, name: str, says: str) -> None:
     before = threading.active_count()
     with pytest.raises((RuntimeError, TypeError), match=says) as caught:
         serve.run(target, route_prefix=None)
@@ -227,13 +216,10 @@ def can_hide() -> bool:
 @pytest.mark.parametrize(
     ("hard", "told"), [(1000, "served"), (300, "and this process may open 300; raise the limit")]
 )
-def test_applications_start_in_a_chroot_without_the_list_of_descriptors(
-    hard: int, told: str
-) -> None:
+def test_applications_start_in_a_chroot_without_a_descriptor_list(hard: int, told: str) -> None:
     assert told in run_python(LIMITED.format(hard=hard), *IN_BARE_CHROOT)
 
 
 def run_python(code: str, *before: str) -> str:
     command = [*before, sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -91,8 +91,7 @@ except KeyboardInterrupt:
 )
 def test_while_the_module_is_imported(tmp_path: Path, before: str) -> None:
     write_module(tmp_path, "app", app(before))
-    command = [*MODULE, "run", "app:model", "--port", str(free_port())]
-    code, output = stopped(tmp_path, command)
+    code, output = stopped(tmp_path, [*MODULE, "run", "app:model", "--port", str(free_port())])
     assert code == 130
     assert output.startswith("Error: interrupted while 'app' was imported")
     assert output.count("\n") == 1

@@ -43,9 +43,7 @@ def manifests() -> dict[str, Any]:
 
 
 @pytest.mark.timeout(150)  # it starts a process
-def test_the_supervisor_is_told_when_the_server_is_ready_and_when_it_stops(
-    short: Path, tmp_path: Path
-) -> None:
+def test_the_supervisor_is_told_of_readiness_and_stop(short: Path, tmp_path: Path) -> None:
     command = [*INGRESS, "run", str(DEPLOY / "serve.yaml"), "--app-dir", str(DEPLOY)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(short / "notify"))

@@ -88,8 +88,7 @@ def blocks_here(language: str) -> list[object]:
 
 
 def test_each_document_is_run_by_a_test() -> None:
-    names = {name_of(path) for path in DOCUMENTS if blocks(path)}
-    assert {*ELSEWHERE, *NOT_RUN} <= names
+    assert {*ELSEWHERE, *NOT_RUN} <= {name_of(path) for path in DOCUMENTS if blocks(path)}
     for document, test in ELSEWHERE.items():
         text = (ROOT / "tests" / test).read_text()
         assert Path(document).name in text or document in text
@@ -104,9 +103,7 @@ def test_each_document_is_run_by_a_test() -> None:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("text", blocks_here("python"))
-def test_the_code_of_a_page_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_pages_code_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     name = re.match(r"# (\w+)\.py\n", text)
     assert name is not None, f"which file is this?\n{text}"
     bound = re.search(r"^(\w+) = \w+\.bind\(", text, re.MULTILINE)

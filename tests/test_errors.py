@@ -7,7 +7,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +25,9 @@ from tests.servers import (
     bind,
     environment,
     get,
+    ingress_run,
     process,
+    records_of,
     served,
     set_flags,
     write_module,
@@ -134,10 +135,6 @@ def ask(
         headers += f"Content-Length: {len(body)}\r\n"
     connection.request(path, method=method, headers=headers)
     connection.send(body)
-    return answer_of(connection, method)
-
-
-def answer_of(connection: Connection, method: str) -> Answer:
     head = connection.receive_until(b"\r\n\r\n").partition(b"\r\n\r\n")[0]
     length = re.search(rb"content-length: (\d+)", head)
     end = len(head) + 4 + (int(length[1]) if length and method != "HEAD" else 0)
@@ -208,9 +205,7 @@ def records(server: ServerProcess, text: str) -> list[str]:
     return [each for each in found if text in each.partition("\n")[0]]
 
 
-def test_a_failure_is_logged_once_with_whose_it_is_and_the_frames_of_the_users(
-    server: ServerProcess,
-) -> None:
+def test_a_failure_is_logged_once_with_owner_and_the_users_frames(server: ServerProcess) -> None:
     get(server.port, "/boom/7", "X-Request-Id: the-seventh\r\n")
     (record,) = records(server, "the-seventh")
     lines = record.splitlines()
@@ -237,8 +232,7 @@ def test_a_failure_is_logged_once_with_whose_it_is_and_the_frames_of_the_users(
 @pytest.mark.thorough
 def test_worker_processes_keep_the_connection_too(tmp_path: Path) -> None:
     write_module(tmp_path, "failing", FAILING)
-    command = [*INGRESS, "run", "failing:app", "--workers", "2", "--port", "0"]
-    with process(command, tmp_path, environment(tmp_path)) as server:
+    with ingress_run(tmp_path, "failing:app", "--workers", "2") as server:
         server.wait_for("is ready at")
         with Connection(server.port) as connection:
             statuses = [ask(connection, path).status for path in ("/boom/1", "/ok", "/boom/2")]
@@ -290,23 +284,11 @@ async def test_a_client_in_the_same_process_gets_the_error() -> None:
 
 
 @pytest.mark.parametrize("separate", ["0", "1"])
-def test_a_handler_gets_the_error_and_whose_it_is(
-    monkeypatch: pytest.MonkeyPatch, separate: str
-) -> None:
-    class Keeping(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            kept.append(record)
-
-    kept: list[Any] = []
+def test_a_handler_gets_the_error_and_owner(monkeypatch: pytest.MonkeyPatch, separate: str) -> None:
     set_flags(monkeypatch, separate)
-    server_logger = logging.getLogger("uvicorn.error")
-    handler = Keeping()
-    server_logger.addHandler(handler)
-    try:
+    with records_of("uvicorn.error") as kept:
         port = served(failing(), "library", "/library")
         get(port, "/library/boom/1", "X-Request-Id: the-first\r\n")
-    finally:
-        server_logger.removeHandler(handler)
     (record,) = kept
 
     assert record.levelno == logging.ERROR
@@ -326,8 +308,9 @@ def raised(make: Callable[[], Exception]) -> Exception:
         return error
 
 
-def shown_by_python(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip("\n")
+def check(error: BaseException) -> None:
+    """Assert that an error is shown as Python shows it."""
+    assert format_error(error) == "".join(traceback.format_exception(error)).rstrip("\n")
 
 
 def test_a_group_is_shown_with_its_members_as_python_shows_it() -> None:
@@ -336,12 +319,10 @@ def test_a_group_is_shown_with_its_members_as_python_shows_it() -> None:
     caused = raised(lambda: ExceptionGroup("in the middle", [ValueError("fourth")]))
     caused.__cause__ = raised(lambda: OSError("a cause"))
     for members in ([raised(lambda: ValueError("first")), inner], [inner, caused, *many], [inner]):
-        error = raised(lambda: ExceptionGroup("outer", members))  # noqa: B023
-        assert format_error(error) == shown_by_python(error)
+        check(raised(lambda: ExceptionGroup("outer", members)))  # noqa: B023
     error = ValueError("after a group")
     error.__context__ = caused
-
-    assert format_error(error) == shown_by_python(error)
+    check(error)
 
 
 def noted() -> Exception:
@@ -364,9 +345,7 @@ def noted() -> Exception:
     ],
 )
 def test_an_error_is_shown_as_python_shows_it(make: Callable[[], Exception]) -> None:
-    error = raised(make)
-
-    assert format_error(error) == shown_by_python(error)
+    check(raised(make))
 
 
 def test_an_endless_recursion_is_shown_in_short() -> None:
@@ -375,8 +354,7 @@ def test_an_endless_recursion_is_shown_in_short() -> None:
 
     with pytest.raises(RecursionError) as failed:
         recurse()
-
-    assert format_error(failed.value) == shown_by_python(failed.value)
+    check(failed.value)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

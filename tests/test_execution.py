@@ -34,14 +34,20 @@ from tests.servers import until
 
 pytestmark = pytest.mark.anyio
 ON_LOOP, IN_THREAD = ExecutionMode.EVENT_LOOP, ExecutionMode.THREADPOOL
+Planned = Callable[..., ExecutionPlan]
 PATIENCE_S = 60.0
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="unset")
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[WorkerPool]:
+async def planned() -> AsyncIterator[Planned]:
+    """Return a function that plans a callable, by default as a method at flag 0."""
     pool = WorkerPool(BorrowedLoop("pool", asyncio.get_running_loop()), 4)
-    yield pool
+
+    def planned(func: Any, role: Role = Role.METHOD, *, flag: bool = False) -> ExecutionPlan:
+        return plan(func, role, sync_in_threadpool=flag, pool=pool)
+
+    yield planned
     pool.shutdown()
     assert pool.join(PATIENCE_S)
 
@@ -82,9 +88,7 @@ class Here:
     def method(self) -> ExecutionMode:
         return here()
 
-    @staticmethod
-    def static() -> ExecutionMode:
-        return here()
+    static = staticmethod(here)
 
     @classmethod
     def of_class(cls) -> ExecutionMode:
@@ -98,9 +102,7 @@ class HereAsync:
     async def method(self) -> ExecutionMode:
         return here()
 
-    @staticmethod
-    async def static() -> ExecutionMode:
-        return here()
+    static = staticmethod(here_async)
 
 
 class HereGen:
@@ -141,9 +143,9 @@ def sync_wrapper(func: Callable[[], Any]) -> Callable[[], Any]:
     ],
 )
 async def test_def_runs_where_its_role_says(
-    func: Callable[[], Any], role: Role, flag: bool, expected: ExecutionMode, pool: WorkerPool
+    func: Callable[[], Any], role: Role, flag: bool, expected: ExecutionMode, planned: Planned
 ) -> None:
-    execution = plan(func, role, sync_in_threadpool=flag, pool=pool)
+    execution = planned(func, role, flag=flag)
 
     assert await execution.run() is execution.mode is expected
 
@@ -163,9 +165,9 @@ async def test_def_runs_where_its_role_says(
     ids=["function", "object", "bound", "static", "partial", "partial-bound", "nested-object"],
 )
 async def test_async_def_never_leaves_the_loop(
-    func: Callable[[], Any], role: Role, pool: WorkerPool
+    func: Callable[[], Any], role: Role, planned: Planned
 ) -> None:
-    execution = plan(func, role, sync_in_threadpool=True, pool=pool)
+    execution = planned(func, role, flag=True)
 
     assert await execution.run() is execution.mode is ON_LOOP
 
@@ -193,19 +195,18 @@ async def test_how_it_is_written_is_seen_through_partials_and_objects_not_throug
     assert kind(func) is expected
 
 
-async def test_a_builtin_counts_as_def_and_does_not_warn(pool: WorkerPool) -> None:
+async def test_a_builtin_counts_as_def_and_does_not_warn(planned: Planned) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        execution = plan(len, Role.METHOD, sync_in_threadpool=False, pool=pool)
-        assert await execution.run([1, 2]) == 2
+        assert await planned(len).run([1, 2]) == 2
 
 
 @pytest.mark.parametrize("func", [here, here_async, gen, agen], ids=lambda func: func.__name__)
 @pytest.mark.parametrize("flag", [False, True])
 async def test_a_plan_says_what_happens_and_why(
-    func: Callable[..., Any], flag: bool, pool: WorkerPool
+    func: Callable[..., Any], flag: bool, planned: Planned
 ) -> None:
-    execution = plan(func, Role.METHOD, sync_in_threadpool=flag, pool=pool)
+    execution = planned(func, flag=flag)
 
     reason = "async def" if func in (here_async, agen) else f"IN_THREADPOOL={int(flag)}"
     assert reason in execution.reason
@@ -216,9 +217,7 @@ async def test_a_plan_says_what_happens_and_why(
 
 
 @pytest.mark.parametrize("flag", [False, True], ids=["loop", "thread"])
-async def test_a_sync_generator_keeps_one_thread_and_one_context_for_its_life(
-    flag: bool, pool: WorkerPool
-) -> None:
+async def test_a_sync_generator_keeps_one_thread_and_context(flag: bool, planned: Planned) -> None:
     threads: list[str] = []
 
     def items() -> Iterator[str]:
@@ -229,7 +228,7 @@ async def test_a_sync_generator_keeps_one_thread_and_one_context_for_its_life(
         WHO.reset(token)
         threads.append(threading.current_thread().name)
 
-    execution = plan(items, Role.METHOD, sync_in_threadpool=flag, pool=pool)
+    execution = planned(items, flag=flag)
 
     assert [item async for item in execution.stream()] == ["mine"] * 40
     assert len(threads) == 41
@@ -240,7 +239,7 @@ async def test_a_sync_generator_keeps_one_thread_and_one_context_for_its_life(
 @pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["gen", "agen"])
 async def test_leaving_early_runs_the_finally_where_the_generator_ran(
-    flag: bool, is_async: bool, pool: WorkerPool
+    flag: bool, is_async: bool, planned: Planned
 ) -> None:
     seen: list[str] = []
 
@@ -263,8 +262,7 @@ async def test_leaving_early_runs_the_finally_where_the_generator_ran(
             await asyncio.sleep(0)
             note()
 
-    func = aitems if is_async else items
-    stream = plan(func, Role.METHOD, sync_in_threadpool=flag, pool=pool).stream()
+    stream = planned(aitems if is_async else items, flag=flag).stream()
     assert await anext(stream) == 0
     await stream.aclose()
 
@@ -333,9 +331,9 @@ def contains(error: BaseException, raised: type[BaseException]) -> bool:
 @pytest.mark.parametrize("how", ["def", "async", "awaitable", "gen", "agen"])
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: error.__name__)
 async def test_whatever_user_code_raises_comes_as_an_exception(
-    error: type[BaseException], how: str, flag: bool, pool: WorkerPool
+    error: type[BaseException], how: str, flag: bool, planned: Planned
 ) -> None:
-    execution = plan(raising(error, how), Role.METHOD, sync_in_threadpool=flag, pool=pool)
+    execution = planned(raising(error, how), flag=flag)
     expected = BECOMES.get(error, UserCodeExit)
     got: list[int] = []
 
@@ -355,7 +353,7 @@ async def test_whatever_user_code_raises_comes_as_an_exception(
 @pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
 @pytest.mark.parametrize("how", ["gen", "agen"])
 async def test_an_exit_from_the_finally_of_a_closed_generator_is_contained_too(
-    how: str, flag: bool, pool: WorkerPool
+    how: str, flag: bool, planned: Planned
 ) -> None:
     closed = []
 
@@ -372,8 +370,7 @@ async def test_an_exit_from_the_finally_of_a_closed_generator_is_contained_too(
             for item in inner:
                 yield item
 
-    func = items if how == "gen" else aitems
-    stream = plan(func, Role.METHOD, sync_in_threadpool=flag, pool=pool).stream()
+    stream = planned(items if how == "gen" else aitems, flag=flag).stream()
     await anext(stream)
     try:
         await stream.aclose()
@@ -385,9 +382,7 @@ async def test_an_exit_from_the_finally_of_a_closed_generator_is_contained_too(
 
 @pytest.mark.parametrize("flag", [False, True], ids=["0", "1"])
 @pytest.mark.parametrize("how", ["async", "def"])
-async def test_a_requested_cancellation_stays_a_cancellation(
-    how: str, flag: bool, pool: WorkerPool
-) -> None:
+async def test_a_requested_cancellation_stays_one(how: str, flag: bool, planned: Planned) -> None:
     started = threading.Event()
     leave = threading.Event()
 
@@ -401,12 +396,7 @@ async def test_a_requested_cancellation_stays_a_cancellation(
         started.set()
         await asyncio.Event().wait()
 
-    execution = plan(
-        coroutine if how == "async" else function,
-        Role.METHOD,
-        sync_in_threadpool=flag,
-        pool=pool,
-    )
+    execution = planned(coroutine if how == "async" else function, flag=flag)
     task = asyncio.ensure_future(execution.run())
     await until(started.is_set)
     task.cancel()
@@ -417,8 +407,8 @@ async def test_a_requested_cancellation_stays_a_cancellation(
     assert caught.value.__cause__ is not caught.value
 
 
-async def test_closing_an_on_loop_stream_is_not_the_users_generator_exit(pool: WorkerPool) -> None:
-    stream = plan(gen, Role.METHOD, sync_in_threadpool=False, pool=pool).stream()
+async def test_closing_an_on_loop_stream_is_not_the_users_generator_exit(planned: Planned) -> None:
+    stream = planned(gen).stream()
     await anext(stream)
 
     await stream.aclose()  # raises nothing
@@ -454,33 +444,29 @@ async def call(execution: ExecutionPlan) -> None:
 
 
 async def test_the_warning_comes_once_although_replicas_call_at_once(
-    switch_interval: None, pool: WorkerPool
+    switch_interval: None, planned: Planned
 ) -> None:
     model = fresh()
-    plans = [
-        plan(model().predict, Role.METHOD, sync_in_threadpool=False, pool=pool) for _ in range(8)
-    ]
+    plans = [planned(model().predict) for _ in range(8)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        replicas = [partial(asyncio.run, call(each)) for each in plans]
-        await asyncio.to_thread(together, *replicas)
+        await asyncio.to_thread(together, *[partial(asyncio.run, call(each)) for each in plans])
 
     assert len(caught) == 1
 
 
-async def test_like_methods_in_two_files_warn_for_themselves(pool: WorkerPool) -> None:
+async def test_like_methods_in_two_files_warn_for_themselves(planned: Planned) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for model in (fresh(), fresh()):
-            await plan(model().predict, Role.METHOD, sync_in_threadpool=False, pool=pool).run()
+            await planned(model().predict).run()
 
     assert len({each.filename for each in caught}) == 2
 
 
 @pytest.mark.parametrize("method", ["predict", "items"])
-async def test_warnings_as_errors_do_not_fail_the_request(method: str, pool: WorkerPool) -> None:
-    bound = getattr(fresh()(), method)
-    execution = plan(bound, Role.METHOD, sync_in_threadpool=False, pool=pool)
+async def test_warnings_as_errors_do_not_fail_the_request(method: str, planned: Planned) -> None:
+    execution = planned(getattr(fresh()(), method))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         await call(execution)
@@ -497,11 +483,10 @@ async def test_warnings_as_errors_do_not_fail_the_request(method: str, pool: Wor
         ("apredict", Role.METHOD, False),
     ],
 )
-async def test_nothing_else_warns(method: str, role: Role, flag: bool, pool: WorkerPool) -> None:
+async def test_nothing_else_warns(method: str, role: Role, flag: bool, planned: Planned) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bound = getattr(fresh()(), method)
-        await call(plan(bound, role, sync_in_threadpool=flag, pool=pool))
+        await call(planned(getattr(fresh()(), method), role, flag=flag))
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,7 @@ def test_there_are_none_without_tracing(folder: Path) -> None:
 @pytest.mark.parametrize("app", ["here", "far"])
 def test_a_request_that_failed_or_was_slow_is_kept_with_its_trace(folder: Path, app: str) -> None:
     with serving(folder, "--admin", "127.0.0.1:0", "--tracing", app=app) as server:
-        headers = f"{traced(TRACE_ID)}X-Request-ID: mine\r\n"
-        assert get(server.port, "/fail", headers).status == 500
+        assert get(server.port, "/fail", f"{traced(TRACE_ID)}X-Request-ID: mine\r\n").status == 500
         mine = json.loads(get(server.port, "/trace").body)
         with viewing(admin_port(server)) as viewer:
             view = event(viewer)
@@ -159,8 +158,7 @@ def test_a_request_that_failed_or_was_slow_is_kept_with_its_trace(folder: Path, 
 
     (failed,) = view["failed"]
     assert (failed["request_id"], failed["trace_id"]) == ("mine", TRACE_ID)
-    slowest = {each["trace_id"] for each in view["slowest"]}
-    assert {TRACE_ID, mine} <= slowest
+    assert {TRACE_ID, mine} <= {each["trace_id"] for each in view["slowest"]}
     assert re.search(r"^ERROR: .*\bmine\b", log, re.MULTILINE)
 
 
@@ -198,7 +196,6 @@ def test_the_latest_exemplar_of_a_bucket_stays_in_a_sum() -> None:
         from_json(as_json(Snapshot(1.0, 1, unrouted=[HTTPCount("", "GET", 404, each)])))
         for each in ones
     ]
-    text = exposition(merged(parts), is_open_metrics=True).decode()
 
-    (line,) = re.findall(r".*# \{.*", text)
+    (line,) = re.findall(r".*# \{.*", exposition(merged(parts), is_open_metrics=True).decode())
     assert line.endswith(f'le="2.0"}} 3 # {{trace_id="{3:032}"}} 1.5 3.000')

@@ -112,8 +112,7 @@ def test_every_kind_of_row_names_the_thread_it_runs_on(
             explain_app.call_everything(it)
             serving = serving_loop(it)
 
-    unseen = check(explanation, watch, serving)
-    assert unseen == ["background task: task"]
+    assert check(explanation, watch, serving) == ["background task: task"]
 
 
 def lane_items() -> Iterator[str]:
@@ -200,9 +199,7 @@ def drive(name: str, it: Served) -> None:
 
 
 @pytest.mark.parametrize("sync", ["0", "1"], ids=["flag 0", "flag 1"])
-@pytest.mark.parametrize(
-    "name", [name for name in EXAMPLES if name not in ("slow_server", "ray_parallel")]
-)
+@pytest.mark.parametrize("name", sorted({*EXAMPLES} - {"slow_server", "ray_parallel"}))
 def test_every_row_of_an_example_names_the_thread_it_runs_on(
     name: str, sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +258,7 @@ def test_nothing_of_the_users_is_made_called_or_started() -> None:
         async def load(self, model_id: str) -> Any:
             return never()
 
-    application = bind(serve.deployment(serve.ingress(app)(K)))
-    rows = explain(application, Settings()).rows
+    rows = explain(bind(serve.deployment(serve.ingress(app)(K))), Settings()).rows
 
     assert [row.what for row in rows] == [
         "constructor", "lifespan", "GET /", "stream", "dependency", "model loader",
@@ -283,12 +279,9 @@ def test_an_app_that_each_replica_builds_is_known_by_its_builder() -> None:
         async def __serve_build_asgi_app__(self) -> FastAPI:
             return never()  # type: ignore[no-any-return]
 
-    for cls, name in (
-        (Built, "build_app"),
-        (BuildsItself, "BuildsItself.__serve_build_asgi_app__"),
-    ):
+    for cls, end in ((Built, "build_app"), (BuildsItself, "BuildsItself.__serve_build_asgi_app__")):
         row = rows_of(cls)["app builder"]
-        assert row.name.endswith(name)
+        assert row.name.endswith(end)
         assert row.places[0].where == "event loop"
 
 
@@ -358,8 +351,7 @@ def test_the_column_compiled_says_which_routes_fastapis_own_handler_answers(mixe
 
     assert by_fastapi == {path: not compiled[f"GET {path}"] for path in answered}
     assert set(by_fastapi.values()) == {True, False}
-    others = [compiled[what] for what in ("GET HEAD /page", "WS /socket", "dependency")]
-    assert others == [None] * 3
+    assert [compiled[what] for what in ("GET HEAD /page", "WS /socket", "dependency")] == [None] * 3
     table = printed(explanation)
     assert re.search(r"^GET /plain .*K\.plain +async def +yes ", table, re.MULTILINE)
     assert re.search(r"^GET /teardown .*K\.teardown +async def +no ", table, re.MULTILINE)
@@ -393,9 +385,7 @@ def findings(row: Row) -> list[tuple[str, str]]:
     return [(each.id, each.level.value) for each in row.findings]
 
 
-def test_a_def_on_the_loop_is_a_warning_and_what_anyio_runs_a_note() -> None:
-    app = FastAPI()
-
+def test_a_def_on_the_loop_is_a_warning_and_what_anyio_runs_a_note(app: FastAPI) -> None:
     def yields() -> Iterator[int]:
         yield 1
 
@@ -454,9 +444,7 @@ def test_the_limit_of_anyio_is_that_of_the_loop(user: str, monkeypatch: pytest.M
     assert teardown.places[0].threads is None
 
 
-def test_threads_are_no_more_than_what_else_limits_a_function() -> None:
-    app = FastAPI()
-
+def test_threads_are_no_more_than_what_else_limits_a_function(app: FastAPI) -> None:
     def slow() -> int:
         return 1
 
@@ -501,9 +489,7 @@ def test_what_several_routes_share_is_one_row() -> None:
     ]  # fmt: skip
 
 
-def test_the_methods_of_a_base_and_of_another_class_are_told_apart() -> None:
-    app = FastAPI()
-
+def test_the_methods_of_a_base_and_of_another_class_are_told_apart(app: FastAPI) -> None:
     class Base:
         @app.get("/")
         def endpoint(self) -> None: ...
@@ -659,19 +645,13 @@ def test_fail_on_is_for_ci(folder: Path, sync: str, level: str, code: int) -> No
 
 
 def test_json_has_each_row(folder: Path) -> None:
-    result = ingress(folder, "app:model", "--json")
-
-    told = json.loads(result.stdout)
+    told = json.loads(ingress(folder, "app:model", "--json").stdout)
     call, predict = told["rows"]
     assert told["flags"] == {SYNC_IN_THREADPOOL: 0, USER_CODE_IN_SEPARATE_THREAD: 1}
     deployment = {"name": "Model", "replicas": 1, "max_ongoing_requests": 100, "place": "thread"}
     assert told["deployments"] == [deployment]
-    assert (call["name"], call["kind"], call["line"], call["moves"]) == (
-        "Model.__call__",
-        "def",
-        6,
-        True,
-    )
+    shown = {key: call[key] for key in ("name", "kind", "line", "moves")}
+    assert shown == {"name": "Model.__call__", "kind": "def", "line": 6, "moves": True}
     assert call["places"] == {
         "0": {
             "where": "event loop",
@@ -771,22 +751,15 @@ def test_the_page_names_each_key_of_the_json() -> None:
     text = (ROOT / "docs/explain.md").read_text()
     row = next(row for row in told["rows"] if row["findings"])
 
-    for keys in (
-        told,
-        told["deployments"][0],
-        told["native_threads"],
-        row,
-        row["places"]["0"],
-        row["findings"][0],
-    ):
+    parts = [told, told["deployments"][0], told["native_threads"]]
+    for keys in (*parts, row, row["places"]["0"], row["findings"][0]):
         for key in keys:
             assert f"`{key}`" in text
 
 
 def test_the_page_names_each_finding() -> None:
     text = (ROOT / "docs/explain.md").read_text()
-    settings = Settings(native_threads={OMP_NUM_THREADS: "1000"})
-    explanation = explain(explain_app.app, settings)
+    explanation = explain(explain_app.app, Settings(native_threads={OMP_NUM_THREADS: "1000"}))
     found = [*explanation.findings, *(each for row in explanation.rows for each in row.findings)]
 
     ids = {(each.id, each.level) for each in found}

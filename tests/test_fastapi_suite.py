@@ -75,8 +75,7 @@ def test_an_exception_group_that_is_no_exception_fails_its_request_after_the_cle
     assert events == ["cleaned up"]
 
 
-def test_a_cancellation_that_an_endpoint_raises_itself_fails_its_request_only() -> None:
-    app = FastAPI()
+def test_a_cancellation_that_an_endpoint_raises_itself_fails_its_request_only(app: FastAPI) -> None:
     error = asyncio.CancelledError()
 
     @app.get("/cancelled")
@@ -175,7 +174,7 @@ def test_the_methods_of_the_users_route_and_router_classes_are_called() -> None:
     assert set(called(served(app))) == set(expected)
 
 
-def test_a_def_endpoint_sees_the_context_of_its_request_in_its_thread() -> None:
+def test_a_def_endpoint_sees_the_context_of_its_request_in_its_thread(app: FastAPI) -> None:
     span: ContextVar[str] = ContextVar("span")
 
     @asynccontextmanager
@@ -192,7 +191,6 @@ def test_a_def_endpoint_sees_the_context_of_its_request_in_its_thread() -> None:
             async with request_span():
                 await self.app(scope, receive, send)
 
-    app = FastAPI()
     app.add_middleware(Spans)
 
     @app.get("/")

@@ -212,9 +212,7 @@ def test_a_loop_that_does_not_turn_is_replaced_and_comes_back(script: Script, so
     assert overview("Wedging").message == ""
 
 
-def test_no_more_replicas_than_wanted_are_replaced_while_they_are_stuck(
-    script: Script, soon: None
-) -> None:
+def test_no_more_stuck_replicas_than_wanted_are_replaced(script: Script, soon: None) -> None:
     handle = serve.run(wedging(script, max_ongoing_requests=1), route_prefix=None)
     stuck = [handle.wedge.remote()]
     wait_until(lambda: ids("Wedging") == ["0", "1"])
@@ -284,11 +282,9 @@ def test_a_loop_that_user_code_closed_is_replaced() -> None:
 @pytest.mark.reliability("E03")
 def test_nothing_is_left_of_replicas_that_were_replaced(script: Script, soon: None) -> None:
     threads = threading.active_count()
-    handle = serve.run(wedging(script, max_ongoing_requests=1), route_prefix=None)
-    stuck = handle.wedge.remote()
+    stuck = serve.run(wedging(script, max_ongoing_requests=1), route_prefix=None).wedge.remote()
     wait_until(lambda: ids("Wedging") == ["0", "1"])
-    serve_with_both = local_engine().applications["default"].ingress
-    assert len(serve_with_both.members) == 2
+    assert len(local_engine().applications["default"].ingress.members) == 2
     script.may_turn.set()
     assert result(stuck) == "turned"
     serve.shutdown()

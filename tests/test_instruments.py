@@ -115,9 +115,7 @@ def test_observers_replace_no_function_and_no_class_of_ingress() -> None:
 
 
 @pytest.mark.parametrize("is_recorded_first", [True, False], ids=["record-first", "record-last"])
-def test_all_observers_at_once_see_the_same_requests(
-    rehearsals: Path, is_recorded_first: bool
-) -> None:
+def test_all_observers_together_see_the_same(rehearsals: Path, is_recorded_first: bool) -> None:
     recorder, observer, clock = Recorder(), Observer(), VirtualClock()
     observers: list[AbstractContextManager[Any]] = [
         local_engine().instrumented(partial(record, recorder)), observer.installed(), clock

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import ingress as serve
 from ingress.core.base.counters import LaneLoad
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.core.calls.loops import BorrowedLoop
-from ingress.core.execution.execution import ExecutionMode, Role, plan
+from ingress.core.execution.execution import ExecutionMode, ExecutionPlan, Role, plan
 from ingress.core.execution.lane_pools import LanePool, SerialPool
 from ingress.core.execution.lanes import lanes_of
 from ingress.core.execution.threads import WorkerPool, WorkerThreads
@@ -144,16 +144,12 @@ def test_a_lane_that_the_deployment_does_not_have_is_refused_when_it_is_bound() 
         def report(self) -> None: ...
 
     api = serve.deployment(lanes={"cpu": 2})(Reports)
-    with pytest.raises(
-        ValueError, match=r"Reports.report runs in lane='db'.* has lanes={'cpu': 2}"
-    ):
+    with pytest.raises(ValueError, match=r"Reports.report runs in lane='db'.*has lanes={'cpu': 2}"):
         api.bind()
     api.options(lanes={"db": 8}).bind()
 
 
-def test_a_lane_of_a_function_of_the_app_is_refused_when_it_is_run() -> None:
-    app = FastAPI()
-
+def test_a_lane_of_a_function_of_the_app_is_refused_when_it_is_run(app: FastAPI) -> None:
     @app.get("/report")
     @serve.method(lane="db")
     def report() -> None: ...
@@ -192,10 +188,12 @@ def test_bad_lanes_are_refused_with_the_default(lanes: Any) -> None:
 # The plan.
 
 
-def marked(**options: Any) -> Callable[[], None]:
+def planned(role: Role, flag: bool = False, lanes: Any = None, **options: Any) -> ExecutionPlan:
     def func() -> None: ...
 
-    return serve.method(**options)(func)
+    no_pool: Any = None
+    marked = serve.method(**options)(func)
+    return plan(marked, role, sync_in_threadpool=flag, pool=no_pool, lanes=lanes)
 
 
 LANES = lanes_of(function, 100, {"db": 8})
@@ -213,15 +211,9 @@ LANES = lanes_of(function, 100, {"db": 8})
     ],
 )
 def test_a_method_is_planned_where_it_says_whatever_its_role_and_the_flag(
-    options: dict[str, Any],
-    mode: ExecutionMode,
-    where: str,
-    limit: int | None,
-    role: Role,
-    flag: bool,
+    options: Any, mode: ExecutionMode, where: str, limit: int | None, role: Role, flag: bool
 ) -> None:
-    no_pool: Any = None
-    made = plan(marked(**options), role, sync_in_threadpool=flag, pool=no_pool, lanes=LANES)
+    made = planned(role, flag, LANES, **options)
 
     assert (made.mode, made.where, made.limit, made.warns) == (mode, where, limit, False)
     name, value = next(iter(options.items()))
@@ -229,8 +221,7 @@ def test_a_method_is_planned_where_it_says_whatever_its_role_and_the_flag(
 
 
 def test_outside_of_a_deployment_a_plan_has_the_lane_and_no_limit() -> None:
-    no_pool: Any = None
-    made = plan(marked(lane="db"), Role.METHOD, sync_in_threadpool=False, pool=no_pool)
+    made = planned(Role.METHOD, lane="db")
 
     assert (made.where, made.limit) == ("lane db", None)
 
@@ -247,8 +238,7 @@ async def test_a_batch_outside_of_a_deployment_runs_in_threads_of_its_own() -> N
 
 @pytest.mark.parametrize("role", [Role.LIFECYCLE, Role.UNLOAD])
 def test_roles_that_no_caller_can_call_are_in_no_lane(role: Role) -> None:
-    no_pool: Any = None
-    made = plan(marked(lane="db"), role, sync_in_threadpool=False, pool=no_pool, lanes=LANES)
+    made = planned(role, lanes=LANES, lane="db")
 
     assert (made.lane, made.mode is ExecutionMode.EVENT_LOOP) == ("", role is Role.LIFECYCLE)
 
@@ -265,22 +255,17 @@ def run(api: Any, **options: Any) -> Iterator[Any]:
 @FEW_FLAGS
 @pytest.mark.filterwarnings("error::ingress.exceptions.SyncMethodOnEventLoopWarning")
 def test_methods_run_where_they_say_at_both_flag_values(flags: Settings) -> None:
+    def method(**options: Any) -> Any:
+        def place(self: object) -> str:
+            return here()
+
+        return serve.method(**options)(place)
+
     class Api:
-        @serve.method(execution="event_loop")
-        def on_loop(self) -> str:
-            return here()
-
-        @serve.method(execution="threadpool")
-        def in_pool(self) -> str:
-            return here()
-
-        @serve.method(lane="db")
-        def in_lane(self) -> str:
-            return here()
-
-        @serve.method(execution="serial")
-        def in_serial(self) -> str:
-            return here()
+        on_loop = method(execution="event_loop")
+        in_pool = method(execution="threadpool")
+        in_lane = method(lane="db")
+        in_serial = method(execution="serial")
 
         @staticmethod
         @serve.method(lane="db")
@@ -312,13 +297,10 @@ def test_methods_run_where_they_say_at_both_flag_values(flags: Settings) -> None
 
     with run(Api, lanes={"db": 2}) as it:
         handle = it.handle
-        places = {
-            name: getattr(handle, name).remote().result(timeout_s=TIMEOUT_S)
-            for name in ("on_loop", "in_pool", "in_lane", "in_serial")
-        }
-        assert places == {"on_loop": it.loop, "in_pool": POOL, "in_lane": DB, "in_serial": SERIAL}
-        assert handle.static_below.remote().result(timeout_s=TIMEOUT_S) == DB
-        assert handle.static_above.remote().result(timeout_s=TIMEOUT_S) == DB
+        expected = {"on_loop": it.loop, "in_pool": POOL, "in_lane": DB, "in_serial": SERIAL}
+        expected |= {"static_below": DB, "static_above": DB}
+        calls = [getattr(handle, name).remote() for name in expected]
+        assert dict(zip(expected, results(calls), strict=True)) == expected
         assert list(handle.options(stream=True).items.remote()) == [DB]
         assert list(handle.options(stream=True).items_on_loop.remote()) == [it.loop]
         assert handle.batched.remote(1).result(timeout_s=TIMEOUT_S) == DB
@@ -550,9 +532,7 @@ def test_calls_that_wait_for_each_other_in_a_lane_all_end_whenever_they_are_canc
 
 
 @FEW_FLAGS
-def test_one_thread_constructs_serves_and_deletes_a_class_with_a_serial_method(
-    flags: Settings,
-) -> None:
+def test_one_thread_makes_serves_and_deletes_a_class_with_a_serial_method(flags: Settings) -> None:
     threads: list[tuple[str, int]] = []
 
     class Api:
@@ -712,10 +692,8 @@ async def test_the_serial_thread_stays_where_another_that_is_idle_goes() -> None
     loop = asyncio.get_running_loop()
     seen: dict[str, int] = {}
     goes, stays = (WorkerThreads(name, 1, loop, s) for name, s in (("goes", 0.01), ("stays", None)))
-    for threads in (stays, goes):
-        threads.submit(
-            lambda: seen.update({threading.current_thread().name: threading.get_ident()})
-        )
+    for each in (stays, goes):
+        each.submit(lambda: seen.update({threading.current_thread().name: threading.get_ident()}))
     await until(lambda: len(seen) == 2 and seen["goes-worker-0"] not in _alive())
 
     assert seen["stays-worker-0"] in _alive()

@@ -139,11 +139,8 @@ def seen(observer: Observer, is_it: Callable[[Any], Any]) -> Any:
     return found[-1]
 
 
-def test_the_map_has_each_call_on_its_thread_with_its_line(
-    place: Place, observer: Observer
-) -> None:
-    port = served(application(place))
-    requests = Requests(port)
+def test_the_map_has_each_call_on_its_thread_and_line(place: Place, observer: Observer) -> None:
+    requests = Requests(served(application(place)))
     requests.send("/await", "/thread/7", "/lane")
     place.awaits.wait()
     place.begun["thread"].wait()
@@ -222,9 +219,7 @@ def test_a_queue_and_the_calls_in_the_slots_are_counted(
     ]
 
 
-def test_a_failed_and_a_streamed_request_are_kept_with_their_times(
-    place: Place, observer: Observer
-) -> None:
+def test_failed_and_streamed_requests_keep_their_times(place: Place, observer: Observer) -> None:
     port = served(application(place), route_prefix="/v1")
     assert get(port, "/v1/fails").status == 500
     with Connection(port) as client:
@@ -246,9 +241,7 @@ def test_a_failed_and_a_streamed_request_are_kept_with_their_times(
     assert json.loads(json.dumps(view)) == view
 
 
-def test_a_request_that_was_answered_5xx_without_an_error_is_kept_as_failed(
-    observer: Observer,
-) -> None:
+def test_a_request_answered_5xx_without_an_error_is_kept_as_failed(observer: Observer) -> None:
     @serve.deployment
     class Busy:
         async def __call__(self, request: Any) -> PlainTextResponse:
@@ -400,9 +393,7 @@ def test_a_percentile_lies_in_its_bucket(
 
 
 def test_a_value_beyond_the_last_bucket_is_that_buckets_end() -> None:
-    buckets = (0,) * len(LATENCY_BUCKETS_MS) + (1,)
-
-    assert percentile(buckets, 0.5) == LATENCY_BUCKETS_MS[-1]
+    assert percentile((0,) * len(LATENCY_BUCKETS_MS) + (1,), 0.5) == LATENCY_BUCKETS_MS[-1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs replicas in processes")

@@ -21,7 +21,7 @@ from tests.servers import (
     Connection,
     ServerProcess,
     environment,
-    process,
+    ingress_run,
     wait_until,
     write_module,
 )
@@ -104,10 +104,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str) -> list[str]:
-    return [*INGRESS, "run", *words, "--port", "0"]
-
-
 def objects(text: str) -> list[dict[str, Any]]:
     """Return the lines of an output, each of which must be a JSON object."""
     found = []
@@ -131,11 +127,9 @@ def lines_with(server: ServerProcess, name: str, value: object, count: int = 1) 
 
 
 def test_with_json_each_line_of_the_server_and_of_user_code_is_an_object(folder: Path) -> None:
-    command = run("logged:hello", "--log-format", "json")
-    with process(command, folder, environment(folder)) as server:
+    with ingress_run(folder, "logged:hello", "--log-format", "json") as server:
         server.wait_for("is ready at")
-        headers = {"x-request-id": "one"}
-        assert httpx.get(f"{server.url}/items/7", headers=headers).json() == 7
+        assert httpx.get(f"{server.url}/items/7", headers={"x-request-id": "one"}).json() == 7
         assert httpx.get(f"{server.url}/fail", headers={"x-request-id": "two"}).status_code == 500
         [failed] = lines_with(server, "name", "uvicorn.error")
         lines_with(server, "status", 500)
@@ -180,7 +174,7 @@ def test_with_json_each_line_of_the_server_and_of_user_code_is_an_object(folder:
 
 
 def test_the_access_log_has_each_request_once_with_its_route_and_its_replica(folder: Path) -> None:
-    with process(run("logged:hello"), folder, environment(folder)) as server:
+    with ingress_run(folder, "logged:hello") as server:
         server.wait_for("is ready at")
         with httpx.Client(base_url=server.url) as client:
             client.get("/items/1", headers={"x-request-id": "one"})
@@ -227,8 +221,7 @@ def test_the_access_log_has_each_request_once_with_its_route_and_its_replica(fol
 
 @pytest.mark.thorough
 def test_with_text_no_text_of_a_client_or_an_exception_looks_like_a_record(folder: Path) -> None:
-    command = run("logged:hello", "--log-format", "text")
-    with process(command, folder, environment(folder)) as server:
+    with ingress_run(folder, "logged:hello", "--log-format", "text") as server:
         server.wait_for("is ready at")
         httpx.get(f"{server.url}/fail", headers={"x-request-id": "two"})
         server.wait_for("forged too")
@@ -243,8 +236,7 @@ def test_with_text_no_text_of_a_client_or_an_exception_looks_like_a_record(folde
 @pytest.mark.thorough
 @pytest.mark.parametrize("words", [["--no-access-log"], ["--log-level", "warning"]])
 def test_the_access_log_can_be_turned_off(folder: Path, words: list[str]) -> None:
-    command = run("logged:hello", "--log-format", "text", *words)
-    with process(command, folder, environment(folder)) as server:
+    with ingress_run(folder, "logged:hello", "--log-format", "text", *words) as server:
         server.wait_for("is ready at")
         assert httpx.get(f"{server.url}/items/1").status_code == 200
         server.signal()
@@ -257,7 +249,7 @@ def test_the_access_log_can_be_turned_off(folder: Path, words: list[str]) -> Non
 @pytest.mark.thorough
 def test_a_file_has_the_logging_of_the_process_and_of_a_deployment(folder: Path) -> None:
     (folder / "serve.yaml").write_text(FILE.format(folder=folder))
-    with process(run("serve.yaml"), folder, environment(folder)) as server:
+    with ingress_run(folder, "serve.yaml") as server:
         server.wait_for("Application 'quiet' is ready")
         assert httpx.get(f"{server.url}/items/1").json() == 1
         assert httpx.get(f"{server.url}/quiet/").json() == 1
@@ -354,9 +346,7 @@ logging.getLogger("ingress").warning("after")
 """
 
 
-def test_in_a_program_only_the_deployments_with_a_config_are_logged_otherwise(
-    tmp_path: Path,
-) -> None:
+def test_in_a_program_only_deployments_with_a_config_are_logged_otherwise(tmp_path: Path) -> None:
     done = python(tmp_path, SCRIPT.replace("START", ""))
 
     lines = done.stderr.splitlines()
@@ -369,10 +359,7 @@ def test_in_a_program_only_the_deployments_with_a_config_are_logged_otherwise(
 
 def test_serve_start_gives_all_records_a_format_until_the_shutdown(tmp_path: Path) -> None:
     start = "serve.start({'host': None}, logging_config={'encoding': 'JSON'})"
-    script = SCRIPT.replace("START", start)
-    done = python(tmp_path, script)
-
-    lines = done.stderr.splitlines()
+    lines = python(tmp_path, SCRIPT.replace("START", start)).stderr.splitlines()
     found = [json.loads(each) for each in lines if each.startswith("{")]
     assert [each["message"] for each in found] == ["of Plain", "of Loud"]
     rest = [each.strip() for each in lines if not each.startswith("{")]

@@ -23,21 +23,13 @@ import ingress as serve
 from ingress.telemetry.logs import sinks
 from ingress.telemetry.logs.formats import AccessText, JSONFormatter, TextFormatter
 from tests.fakes import bind
-from tests.servers import served, wait_until
+from tests.servers import records_of, served, wait_until
 
 PATIENCE_S = 60.0
+Records = list[logging.LogRecord]
 FIELDS = (
     "request_id", "route", "application", "deployment", "replica", "multiplexed_model_id",
 )  # fmt: skip
-
-
-class Remembering(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -54,13 +46,10 @@ class Talker:
 
 
 @pytest.fixture
-def users() -> Iterator[Remembering]:
+def users() -> Iterator[Records]:
     """The records of the logger `users.own`, as a handler without a filter gets them."""
-    handler = Remembering()
-    logger = logging.getLogger("users.own")
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
+    with records_of("users.own") as records:
+        yield records
 
 
 @pytest.mark.parametrize("method", ["on_loop", "in_thread"])
@@ -69,18 +58,14 @@ def test_a_record_from_a_request_has_its_identity(
     method: str, logger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
-    handler = Remembering()
-    logging.getLogger(logger).addHandler(handler)
-    try:
+    with records_of(logger) as records:
         handle = serve.run(bind(Talker), name="app", route_prefix=None)
         handle = handle.options(multiplexed_model_id="m")
         response = getattr(handle, method).remote(logger)
         response.result(timeout_s=PATIENCE_S)
-    finally:
         serve.shutdown()
-        logging.getLogger(logger).removeHandler(handler)
 
-    (record,) = (each for each in handler.records if each.getMessage() == "said")
+    (record,) = (each for each in records if each.getMessage() == "said")
     assert fields(record) == {
         "request_id": response.request_id,
         "route": "",
@@ -92,15 +77,10 @@ def test_a_record_from_a_request_has_its_identity(
 
 
 def test_outside_of_a_request_the_fields_are_empty_and_the_record_passes() -> None:
-    handler = Remembering()
-    logger = logging.getLogger("ingress")
-    logger.addHandler(handler)
-    try:
-        logger.warning("said")
-    finally:
-        logger.removeHandler(handler)
+    with records_of("ingress") as records:
+        logging.getLogger("ingress").warning("said")
 
-    assert fields(handler.records[0]) == dict.fromkeys(FIELDS, "")
+    assert fields(records[0]) == dict.fromkeys(FIELDS, "")
 
 
 @serve.deployment
@@ -127,11 +107,11 @@ class Writer:
         await asyncio.to_thread(logging.getLogger("users.own").warning, "thread")
 
 
-def test_the_record_of_a_constructor_has_its_replica(users: Remembering) -> None:
+def test_the_record_of_a_constructor_has_its_replica(users: Records) -> None:
     serve.run(bind(Writer), name="app", route_prefix=None)
     serve.shutdown()
 
-    [record] = users.records
+    [record] = users
     assert fields(record) == {
         **dict.fromkeys(FIELDS, ""),
         "application": "app",
@@ -140,25 +120,25 @@ def test_the_record_of_a_constructor_has_its_replica(users: Remembering) -> None
     }
 
 
-def test_a_value_of_the_program_for_a_field_is_kept_and_refused_by_no_logger(
-    users: Remembering,
+def test_a_value_of_the_program_for_a_field_is_kept_by_each_logger(
+    users: Records,
 ) -> None:
-    handle = serve.run(bind(Writer), route_prefix=None)
-    handle.with_own_id.remote().result(timeout_s=PATIENCE_S)
+    serve.run(bind(Writer), route_prefix=None).with_own_id.remote().result(timeout_s=PATIENCE_S)
     serve.shutdown()
 
-    [record] = (each for each in users.records if each.getMessage() == "own")
+    [record] = (each for each in users if each.getMessage() == "own")
     found = fields(record)
     assert (found["request_id"], found["deployment"], found["replica"]) == ("mine", "mine", "0")
     text = logging.Formatter("{request_id} {other} {replica}", style="{").format(record)
     assert text == logging.Formatter("%(request_id)s %(other)s %(replica)s").format(record)
     assert text == "mine 1 0"
-    sent = pickle.loads(pickle.dumps(copy.copy(record)))
-    assert fields(sent) == found
+    assert fields(pickle.loads(pickle.dumps(copy.copy(record)))) == found
     assert type(pickle.loads(pickle.dumps(record)).__dict__) is dict
 
 
-def test_a_record_factory_of_the_program_is_called_and_comes_back(users: Remembering) -> None:
+def test_a_record_factory_of_the_program_is_called_and_comes_back(
+    users: Records,
+) -> None:
     before = logging.getLogRecordFactory()
 
     def mine(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -168,19 +148,18 @@ def test_a_record_factory_of_the_program_is_called_and_comes_back(users: Remembe
 
     logging.setLogRecordFactory(mine)
     try:
-        handle = serve.run(bind(Writer), route_prefix=None)
-        handle.in_thread.remote().result(timeout_s=PATIENCE_S)
+        serve.run(bind(Writer), route_prefix=None).in_thread.remote().result(timeout_s=PATIENCE_S)
         serve.shutdown()
         assert logging.getLogRecordFactory() is mine
     finally:
         logging.setLogRecordFactory(before)
 
-    [record] = (each for each in users.records if each.getMessage() == "thread")
+    [record] = (each for each in users if each.getMessage() == "thread")
     assert record.__dict__["mine"]
     assert fields(record)["deployment"] == "Writer"
 
 
-def test_a_record_factory_that_the_program_sets_later_stays(users: Remembering) -> None:
+def test_a_record_factory_that_the_program_sets_later_stays(users: Records) -> None:
     before = logging.getLogRecordFactory()
     handle = serve.run(bind(Writer), route_prefix=None)
     ours = logging.getLogRecordFactory()
@@ -201,8 +180,8 @@ def test_a_record_factory_that_the_program_sets_later_stays(users: Remembering) 
     finally:
         logging.setLogRecordFactory(before)
 
-    assert {fields(each)["deployment"] for each in users.records} == {"Writer"}
-    assert [each.__dict__["mine"] for each in users.records if each.getMessage() == "thread"]
+    assert {fields(each)["deployment"] for each in users} == {"Writer"}
+    assert [each.__dict__["mine"] for each in users if each.getMessage() == "thread"]
 
 
 def test_the_thread_of_a_sink_ends_when_it_is_idle_and_loses_no_line(
@@ -330,20 +309,19 @@ def test_no_text_of_a_client_adds_a_field_to_an_access_line() -> None:
 
 
 def test_uvicorns_access_log_may_be_switched_on_while_a_server_runs() -> None:
-    handler, logger = Remembering(), logging.getLogger("uvicorn.access")
+    logger = logging.getLogger("uvicorn.access")
     before = logger.level
-    logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     try:
-        url = f"http://127.0.0.1:{served(bind(Talker))}/-/healthz"
-        httpx.get(f"{url}?off", timeout=PATIENCE_S)
-        logger.setLevel(logging.INFO)
-        httpx.get(f"{url}?on", timeout=PATIENCE_S)
-        wait_until(lambda: bool(handler.records))
+        with records_of(logger.name) as records:
+            url = f"http://127.0.0.1:{served(bind(Talker))}/-/healthz"
+            httpx.get(f"{url}?off", timeout=PATIENCE_S)
+            logger.setLevel(logging.INFO)
+            httpx.get(f"{url}?on", timeout=PATIENCE_S)
+            wait_until(lambda: bool(records))
     finally:
         serve.shutdown()
         logger.setLevel(before)
-        logger.removeHandler(handler)
 
-    (line,) = (each.getMessage() for each in handler.records)
+    (line,) = (each.getMessage() for each in records)
     assert line.endswith('"GET /-/healthz?on HTTP/1.1" 200')

@@ -23,7 +23,7 @@ from ingress.app.declaration.loop_objects import loop_objects
 from ingress.check.checker import check_application
 from ingress.core.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
 from tests.documents import blocks
-from tests.servers import ROOT, bind, get, served, write_module
+from tests.servers import ROOT, Answer, bind, get, served, write_module
 
 HEAD = """
 import asyncio, functools, os
@@ -99,10 +99,7 @@ REACHED: dict[str, tuple[str, ...]] = {
         "make.<locals>.get.client",
         "def make",
     ),
-    "a partial": (
-        "get = functools.partial(print, asyncio.Lock())" + CLASS.format("get()"),
-        "get",
-    ),
+    "a partial": ("get = functools.partial(print, asyncio.Lock())" + CLASS.format("get()"), "get"),
     "a global that start-up sets": (
         "client = None\napp = FastAPI()\nasync def connect():\n    global client\n"
         "    client = httpx.AsyncClient()\napp.router.on_startup.append(connect)" + APP.format(""),
@@ -167,10 +164,7 @@ REACHED: dict[str, tuple[str, ...]] = {
         + PLAIN,
         "lock",
     ),
-    "an ASGI app of a library": (
-        "app = opaque.App()\n" + PLAIN,
-        "app",
-    ),
+    "an ASGI app of a library": ("app = opaque.App()\n" + PLAIN, "app"),
     "a mounted app of a library": (
         "app = FastAPI(lifespan=nothing)\napp.mount('/inner', opaque.App())" + APP.format(""),
         "app.mount('/inner')",
@@ -242,10 +236,7 @@ FILLED: dict[str, tuple[str, ...]] = {
         "async def steps(): yield 1\nheld = {}" + CLASS.format("held[1] = steps()"),
         "held",
     ),
-    "another module's": (
-        "import other\n" + CLASS.format("other.held[1] = asyncio.Lock()"),
-        "held",
-    ),
+    "another module's": ("import other\n" + CLASS.format("other.held[1] = asyncio.Lock()"), "held"),
     "a global's, by a function": (
         "class Chat:\n    def __init__(self): self.queues = []\nchat = Chat()"
         + CLASS.format("chat.queues.append(asyncio.Queue())"),
@@ -378,9 +369,7 @@ def test_a_function_that_no_module_has_is_passed_over(load: Any) -> None:
 @pytest.mark.parametrize("shape", REACHED)
 def test_an_object_that_belongs_to_a_loop_is_found(load: Any, shape: str) -> None:
     source, name, *expected = REACHED[shape]
-    module = load(source)
-
-    (found,) = found_in(module.A.bind())
+    (found,) = found_in(load(source).A.bind())
 
     assert found.name == name
     line = Path(found.file).read_text().splitlines()[found.line - 1]
@@ -390,9 +379,7 @@ def test_an_object_that_belongs_to_a_loop_is_found(load: Any, shape: str) -> Non
 @pytest.mark.parametrize("shape", FILLED)
 def test_a_container_that_requests_fill_is_found(load: Any, shape: str) -> None:
     source, name, *expected = FILLED[shape]
-    module = load(source)
-
-    (found,) = found_in(module.A.bind())
+    (found,) = found_in(load(source).A.bind())
 
     assert found.name == name
     line = Path(found.file).read_text().splitlines()[found.line - 1]
@@ -406,9 +393,7 @@ def test_code_without_such_an_object_has_loops_of_its_own(load: Any, source: str
     assert found_in(load(source).A.bind()) == []
 
 
-def test_an_object_that_only_a_function_without_callers_names_is_found_with_that_function(
-    load: Any,
-) -> None:
+def test_an_object_named_in_a_function_without_callers_is_found_with_it(load: Any) -> None:
     module = load(
         "lock = asyncio.Lock()\nasync def unused():\n    await lock.acquire()\n"
         + CLASS.format("return 1")
@@ -432,9 +417,7 @@ def test_a_constructor_argument_is_shared_by_all_replicas(load: Any) -> None:
 
 
 def test_all_objects_are_found_in_one_walk(load: Any) -> None:
-    module = load(
-        "lock, queue = asyncio.Lock(), asyncio.Queue()" + CLASS.format("return lock, queue")
-    )
+    module = load("lock, queue = asyncio.Lock(), asyncio.Queue()" + CLASS.format("lock, queue"))
 
     assert sorted(each.name for each in found_in(module.A.bind())) == ["lock", "queue"]
 
@@ -510,11 +493,14 @@ def where() -> str:
     return f"{serve.get_replica_context().replica_id.unique_id} {id(loop)}"
 
 
+def at_once(port: int, count: int = 24) -> list[Answer]:
+    with ThreadPoolExecutor(count) as threads:
+        return [*threads.map(lambda _: get(port, "/"), range(count))]
+
+
 def answers(target: serve.Application, count: int = 24) -> list[list[str]]:
     """Send requests at once; return the replica and the loop of each, all of which must be 200."""
-    port = served(target)
-    with ThreadPoolExecutor(count) as threads:
-        found = [*threads.map(lambda _: get(port, "/"), range(count))]
+    found = at_once(served(target), count)
     assert [each.status for each in found] == [200] * count
     return [each.body.decode().split() for each in found]
 
@@ -543,8 +529,7 @@ def test_two_deployments_share_one_loop_that_is_not_the_servers() -> None:
 
     ((name, _, loop),) = answers(bind(other), 1)
     assert name == "ingress-user"
-    port = served(bind(Locks), "locks", "/locks")
-    assert get(port, "/locks").body.decode().split()[1] == loop
+    assert get(served(bind(Locks), "locks", "/locks"), "/locks").body.decode().split()[1] == loop
 
 
 @pytest.mark.parametrize(("choice", "loops"), [("own", 2), ("shared", 1), (None, 2)])
@@ -563,9 +548,7 @@ def test_own_loops_are_own_although_an_object_is_shared() -> None:
     assert len({loop for _, loop in found}) == len({replica for replica, _ in found}) == 2
 
 
-def test_one_line_names_object_file_and_line_and_the_options(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_line_names_object_file_line_and_options(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ingress"):
         serve.run(bind(Locks), route_prefix=None)
 
@@ -631,15 +614,10 @@ def test_a_wrong_loop_is_refused_where_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("kind", ["function", "app"])
-def test_an_error_about_another_loop_says_what_to_do(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_about_another_loop_has_a_fix(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     target: Any = Locked if kind == "function" else Served
     port = served(bind(target.options(loop="own")))
-    with ThreadPoolExecutor(24) as threads:
-        found = [*threads.map(lambda _: get(port, "/"), range(24))]
-
-    failed = [each for each in found if each.status == 500]
+    failed = [each for each in at_once(port) if each.status == 500]
     assert failed
     for each in failed:
         assert '@serve.deployment(loop="shared")' in each.body.decode()
@@ -675,6 +653,11 @@ app = A.bind()
 """
 
 
+def findings(folder: Path) -> list[Any]:
+    app, settings = __import__("users").app, Settings.from_environment()
+    return [*check_application(app, "users", folder, settings, migrate=False).findings]
+
+
 @pytest.mark.parametrize(
     ("options", "lines"),
     {
@@ -689,13 +672,7 @@ def test_the_check_names_what_replicas_share(
     load: Any, tmp_path: Path, options: str, lines: list[int]
 ) -> None:
     write_module(tmp_path, "users", CHECKED.format(options=options))
-    module = __import__("users")
-
-    report = check_application(
-        module.app, "users", tmp_path, Settings.from_environment(), migrate=False
-    )
-
-    assert [(each.rule.id, each.path.name, each.line) for each in report.findings] == [
+    assert [(each.rule.id, each.path.name, each.line) for each in findings(tmp_path)] == [
         ("IG111", "users.py", line) for line in lines
     ]
 
@@ -706,19 +683,12 @@ def test_the_check_names_what_two_deployments_share(load: Any, tmp_path: Path) -
         "    async def __call__(self, request): await lock.acquire()\napp = B.bind(app)\n"
     )
     write_module(tmp_path, "users", source)
-    module = __import__("users")
 
-    report = check_application(
-        module.app, "users", tmp_path, Settings.from_environment(), migrate=False
-    )
-
-    (found,) = report.findings
+    (found,) = findings(tmp_path)
     assert "the replicas of A and B share a loop" in found.message
 
 
-def test_the_first_code_of_the_rules_page_is_found_and_the_second_is_not(
-    load: Any, tmp_path: Path
-) -> None:
+def test_only_the_first_code_of_the_rules_page_is_found(load: Any, tmp_path: Path) -> None:
     wrong, right = [text for _, text in blocks(ROOT / "docs/rules/IG111.md")]
     found = {}
     for name, source in (("wrong", wrong), ("right", right)):
@@ -738,10 +708,6 @@ PAGE = [text for language, text in blocks(ROOT / "docs/async-objects.md") if lan
 @pytest.mark.parametrize("source", PAGE, ids=["constructor", "lifespan", "module", "loop"])
 def test_each_pattern_of_the_page_answers_with_two_replicas(load: Any, source: str) -> None:
     write_module(Path(sys.path[0]), "users", source)
-    module = __import__("users")
-    port = served(module.app)
+    port = served(__import__("users").app)
 
-    with ThreadPoolExecutor(24) as threads:
-        found = [*threads.map(lambda _: get(port, "/"), range(24))]
-
-    assert [each.status for each in found] == [200] * 24
+    assert [each.status for each in at_once(port)] == [200] * 24

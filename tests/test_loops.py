@@ -128,9 +128,7 @@ def test_a_drain_gives_each_request_its_own_context(home: EventLoopThread) -> No
 @pytest.mark.parametrize(
     "error", [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError]
 )
-def test_one_raising_item_does_not_strand_the_others(
-    home: EventLoopThread, error: type[BaseException]
-) -> None:
+def test_a_raising_item_strands_no_other(home: EventLoopThread, error: type[BaseException]) -> None:
     reported: list[Any] = []
     home.loop.call_soon_threadsafe(
         home.loop.set_exception_handler, lambda loop, context: reported.append(context)
@@ -207,20 +205,14 @@ def test_posting_while_the_loop_closes_loses_nothing(seed: int, switch_interval:
         for number in range(first, first + count):
             home.mailbox.post(delivered.append, number)
 
-    together(
-        lambda: post(0),
-        lambda: post(count),
-        lambda: post(2 * count),
-        lambda: home.stop(PATIENCE_S),
-    )
+    posts = (partial(post, first) for first in (0, count, 2 * count))
+    together(*posts, lambda: home.stop(PATIENCE_S))
 
     assert Counter(delivered + buried) == Counter(range(3 * count))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_posting_while_a_borrowed_loop_closes_loses_nothing(
-    seed: int, switch_interval: None
-) -> None:
+def test_posting_as_a_borrowed_loop_closes_loses_nothing(seed: int, switch_interval: None) -> None:
     """Its lender closes the loop without notice; `stop` hands back the remaining items."""
     delivered: list[int] = []
     buried: list[int] = []
@@ -347,9 +339,7 @@ def test_stop_also_ends_what_tasks_start_while_they_end() -> None:
 
 
 @pytest.mark.parametrize("how", ["exit", "swallow", "agen"])
-def test_stop_ends_every_task_although_one_of_them_misbehaves(
-    how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stop_ends_every_task_if_one_misbehaves(how: str, caplog: pytest.LogCaptureFixture) -> None:
     home = EventLoopThread("home")
     ready = threading.Barrier(2)
     ended = threading.Event()
@@ -558,8 +548,7 @@ def test_an_answer_to_a_loop_that_is_gone_is_dropped_quietly(
     async def make() -> Wakeup:
         return Wakeup(asyncio.get_running_loop())
 
-    wakeup = asyncio.run(make())
-    home.mailbox.post(wakeup.wake)
+    home.mailbox.post(asyncio.run(make()).wake)
     settled(home)
 
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
