@@ -26,9 +26,6 @@ from tests.servers import ROOT, bind, served, set_flags
 
 pytest_plugins = ("pytester",)
 
-# Each test starts processes that run tests.
-pytestmark = pytest.mark.timeout(180)
-
 SHOP = """
     import time, uuid
     from fastapi import FastAPI
