@@ -374,16 +374,16 @@ def test_a_server_that_reloads_has_a_control_socket_and_the_new_options_of_http(
         assert list(runtime.glob("*.sock")) == []
 
 
-def post(url: str) -> int:
+def post(url: str, timeout_s: float = 5.0) -> int:
     """Return the status of the answer to a body of 50 bytes."""
-    options: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": PATIENCE_S}
+    options: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": timeout_s}
     return httpx.post(url, content=b"x" * 50, trust_env=False, **options).status_code
 
 
 def answered(url: str) -> int:
     """Return what `post` does, 0 while there is no answer: the process restarts."""
     try:
-        return post(url)
+        return post(url, PATIENCE_S)
     except httpx.TransportError:
         return 0
 
