@@ -281,8 +281,7 @@ CASES: list[tuple[int, Mistake, Any, list[str]]] = [
 @pytest.mark.reliability("C09")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("mistake", "types", "parts"),
-    [pytest.param(*case, id=f"{number}") for number, *case in CASES],
+    ("mistake", "types", "parts"), [pytest.param(*case, id=f"{number}") for number, *case in CASES]
 )
 def test_a_mistake_is_refused_where_it_is_made(
     mistake: Mistake, types: Any, parts: list[str]

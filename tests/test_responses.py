@@ -21,9 +21,7 @@ from tests.servers import PATIENCE_S, Connection, bind, get, overview, served, s
 
 
 @pytest.fixture(
-    autouse=True,
-    params=["01", "10"],
-    ids=lambda flags: f"sync{flags[0]}-separate{flags[1]}",
+    autouse=True, params=["01", "10"], ids=lambda flags: f"sync{flags[0]}-separate{flags[1]}"
 )
 def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sync, separate = request.param
