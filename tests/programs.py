@@ -152,13 +152,13 @@ def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.Com
 
 
 def run_python(
-    *arguments: str, folder: Path = ROOT, **environ: str
+    *arguments: str, folder: Path | str = ROOT, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python to its end, in a folder whose modules it can import."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**environment(folder), **environ},
+        env={**environment(Path(folder)), **environ},
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_S,
