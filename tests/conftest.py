@@ -67,6 +67,13 @@ def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     serve.shutdown()
 
 
+@pytest.fixture
+def threadpool(separate: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run sync user code in threads, at both values of `separate`."""
+    monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
+    return separate
+
+
 @pytest.fixture(autouse=True)
 def blocking_call_check() -> Iterator[BlockBuster]:
     """Fail a test if `ingress` makes a blocking call on an event loop; user code may block it.

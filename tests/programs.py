@@ -158,10 +158,17 @@ def write_module(folder: Path, name: str, source: str) -> None:
 
 def run_ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end, in a folder whose modules it can import."""
+    return run_python(*INGRESS[1:], *arguments, folder=folder, **environ)
+
+
+def run_python(
+    *arguments: str, folder: Path | str = ROOT, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python to its end, in a folder whose modules it can import."""
     return subprocess.run(
-        [*INGRESS, *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
-        env={**environment(folder), **environ},
+        env={**environment(Path(folder)), **environ},
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_S,

@@ -42,6 +42,7 @@ from tests.programs import free_port as free_port
 from tests.programs import ingress_run as ingress_run
 from tests.programs import process as process
 from tests.programs import run_ingress as run_ingress
+from tests.programs import run_python as run_python
 from tests.programs import write_module as write_module
 
 ROUNDS = int(os.environ.get("INGRESS_RELIABILITY_ROUNDS", "0"))

@@ -423,7 +423,7 @@ def test_a_model_is_not_evicted_under_a_batch_that_all_have_left() -> None:
     assert other.result(timeout_s=PATIENCE_S) == "b"
     assert at_the_end == [[]]
     assert unloaded == ["a"]
-    wait_until(lambda: not replica()._models.in_use)
+    wait_until(lambda: not replica().context.models.in_use)
 
 
 # Errors after the client left

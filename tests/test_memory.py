@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
 import sys
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,8 +26,7 @@ from ingress.observe.timeline.instrumentation import record
 from ingress.observe.timeline.recorder import Recorder
 from ingress.testing import Latch
 from tests.forced_race import FIELDS
-from tests.programs import ROOT
-from tests.servers import PATIENCE_S, Connection, bind, set_flags, wait_until
+from tests.servers import PATIENCE_S, Connection, bind, run_python, served, set_flags, wait_until
 
 MAY_HAVE_A_DICT = {
     "Options": "pydantic's models have one; frozen",
@@ -61,16 +59,9 @@ BEGUN = {
 """The requests and calls that wait for the latch once all have begun."""
 
 KINDS = {
-    *(
-        "HTTPReply",
-        "Attempts",
-        "WebSocketReply",
-        "HTTPWork",
-        "Call",
-        "Invocation",
-        "DeploymentResponse",
-    ),
-    *("DeploymentResponseGenerator", "BatchQueue", "Batcher", "Item", "Models", "_Cache", "_Model"),
+    *("HTTPReply", "Attempts", "WebSocketReply", "HTTPWork", "Call", "Invocation"),
+    *("DeploymentResponse", "DeploymentResponseGenerator"),
+    *("BatchQueue", "Batcher", "Item", "Models", "_Cache", "_Model"),
     *("Channel", "Client", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),
     *("WorkerPool", "WorkerThreads", "Work", "LanePool", "_LaneWork", "_Turn"),
     *("HTTPProxy", "InFlight"),
@@ -82,17 +73,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", FIELDS)
 def test_two_threads_that_write_one_request_do_not_end_the_process(kind: str) -> None:
     """On CPython 3.11 they ended it with a segmentation fault, or lost an attribute."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.forced_race", kind],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    ran = run_python("-m", "tests.forced_race", kind)
 
-    assert ran.returncode == 0, ran.stdout
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "survived" in ran.stdout
 
 
@@ -269,10 +252,9 @@ def held_by_requests() -> list[Any]:
 
 
 def is_ours(cls: type) -> bool:
-    name = str(cls.__module__)
-    return name.startswith("ingress.") and not name.startswith(
-        "ingress.testing"
-    )  # no server has it
+    name = cls.__module__
+    is_testing = name.startswith("ingress.testing")  # no server has it
+    return name.startswith("ingress.") and not is_testing
 
 
 def may_have_a_dict(cls: type) -> bool:
@@ -296,17 +278,14 @@ def test_what_requests_in_flight_share_has_no_dict(
     if is_recorded:
         recording.enter_context(local_engine().instrumented(partial(record, Recorder())))
     try:
-        serve.start({"port": 0, "retry_started_methods": ["PUT"]})
-        serve.run(everything.application())
-        (url,) = serve.status().proxies
-        requests = everything.requests(int(url.rpartition(":")[2]))
+        port = served(everything.application(), retry_started_methods=["PUT"])
+        requests = everything.requests(port)
         with ThreadPoolExecutor(len(requests)) as pool:
             try:
                 answers = [pool.submit(request) for request in requests]
                 wait_until(lambda: everything.begun == BEGUN)
-                wait_until(
-                    lambda: len(local_engine().http.proxy.in_flight.replies) == len(requests) - 1
-                )
+                in_flight = local_engine().http.proxy.in_flight
+                wait_until(lambda: len(in_flight.replies) == len(requests) - 1)
                 held = held_by_requests()
                 before = [(each, set(vars(each))) for each in held if may_have_a_dict(type(each))]
             finally:

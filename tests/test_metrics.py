@@ -77,6 +77,11 @@ def latency(*values: float) -> Latency:
     return made
 
 
+NAMED = 'a "b" \\c'
+REPLICA = {"application": NAMED, "deployment": "Model", "replica": "0"}
+"""The labels of the first replica of `everything`."""
+
+
 def everything(*, replicas: int = 1) -> Snapshot:
     """Return a snapshot with a sample of each metric."""
     counts = ReplicaCounts(
@@ -104,7 +109,7 @@ def everything(*, replicas: int = 1) -> Snapshot:
         1.0,
         1,
         processes=[ProcessSnapshot("server", 1, 1000, 1.5, 7, 0.25)],
-        applications={'a "b" \\c': application},
+        applications={NAMED: application},
         unrouted=[HTTPCount("", "GET", 404, latency(0.0))],
     )
 
@@ -134,7 +139,7 @@ def test_a_server_has_rays_names_with_its_counts(folder: Path) -> None:
     assert by_name["ray_serve_deployment_replica_starts_total"] == 2
 
 
-def test_a_websocket_is_counted_under_101_and_is_no_error() -> None:
+def test_a_websocket_is_counted_under_101_and_is_no_error(shutdown: None) -> None:
     app = FastAPI()
 
     @serve.deployment
@@ -145,24 +150,21 @@ def test_a_websocket_is_counted_under_101_and_is_no_error() -> None:
             await websocket.accept()
             await websocket.send_text(await websocket.receive_text())
 
+    counts = ("ray_serve_num_http_requests_total", "ray_serve_num_http_error_requests_total")
+
     def counted() -> list[tuple[dict[str, str], float]]:
         found = samples(exposition(snapshot_of(local_engine())).decode())
         return [
             (dict(labels), number)
             for (name, labels), number in found.items()
-            if name
-            in ("ray_serve_num_http_requests_total", "ray_serve_num_http_error_requests_total")
-            and ("method", "WS") in labels
+            if name in counts and ("method", "WS") in labels
         ]
 
-    try:
-        with connect(f"ws://127.0.0.1:{served(bind(Socket))}/echo") as client:
-            client.send("hello")
-            assert client.recv(PATIENCE_S) == "hello"
-        wait_until(counted)
-        ((labels, number),) = counted()
-    finally:
-        serve.shutdown()
+    with connect(f"ws://127.0.0.1:{served(bind(Socket))}/echo") as client:
+        client.send("hello")
+        assert client.recv(PATIENCE_S) == "hello"
+    wait_until(counted)
+    ((labels, number),) = counted()
     assert (labels["route"], labels["status_code"], number) == ("/echo", "101", 1)
 
 
@@ -334,37 +336,34 @@ def test_replicas_of_one_number_in_several_workers_are_summed() -> None:
     application.deployments["Model"].replicas.append(replica)
     application.deployments["Model"].ended["0"] = replica.counts
     found = samples(exposition(snapshot).decode())
-    names = {"application": 'a "b" \\c', "deployment": "Model", "replica": "0"}
     times = "ray_serve_deployment_processing_latency_ms"
 
-    assert value(found, "ray_serve_replica_processing_queries", **names) == 4
-    assert value(found, f"{times}_count", **names, route="/items/{id}") == 9
-    assert value(found, f"{times}_bucket", **names, route="/items/{id}", le="1.0") == 3
-    assert value(found, "ray_serve_deployment_replica_starts_total", **names) == 3
+    assert value(found, "ray_serve_replica_processing_queries", **REPLICA) == 4
+    assert value(found, f"{times}_count", **REPLICA, route="/items/{id}") == 9
+    assert value(found, f"{times}_bucket", **REPLICA, route="/items/{id}", le="1.0") == 3
+    assert value(found, "ray_serve_deployment_replica_starts_total", **REPLICA) == 3
 
 
 def test_functions_of_one_name_in_two_classes_are_one_series() -> None:
     snapshot = everything()
-    [replica] = snapshot.applications['a "b" \\c'].deployments["Model"].replicas
+    [replica] = snapshot.applications[NAMED].deployments["Model"].replicas
     replica.counts.batches["Other.predict"] = replica.counts.batches["Model.predict"].copy()
     text = exposition(snapshot)
 
     assert len(labels_of(text)) == len({*labels_of(text)})
-    names = {"application": 'a "b" \\c', "deployment": "Model", "replica": "0"}
-    of_batch = {**names, "function_name": "predict"}
+    of_batch = {**REPLICA, "function_name": "predict"}
     assert value(samples(text.decode()), "ray_serve_batches_processed_total", **of_batch) == 4
 
 
 def test_at_most_100_models_of_a_replica_are_shown() -> None:
     snapshot = everything()
-    [replica] = snapshot.applications['a "b" \\c'].deployments["Model"].replicas
+    [replica] = snapshot.applications[NAMED].deployments["Model"].replicas
     replica.models = [f"model{number}" for number in range(150)]
     found = samples(exposition(snapshot).decode())
 
     shown = [name for name, _ in found if name == "ray_serve_registered_multiplexed_model_id"]
     assert len(shown) == 100
-    names = {"application": 'a "b" \\c', "deployment": "Model", "replica": "0"}
-    assert value(found, "ray_serve_num_multiplexed_models", **names) == 150
+    assert value(found, "ray_serve_num_multiplexed_models", **REPLICA) == 150
 
 
 def labels_of(text: bytes) -> list[str]:
@@ -379,11 +378,11 @@ def test_no_sample_is_written_twice_although_the_ingress_had_another_name_before
     application.deployments = {"Old": application.deployments["Model"]}
     snapshot = merged([now], left)
     [application] = snapshot.applications.values()
-    application.deployments["Old"] = everything().applications['a "b" \\c'].deployments["Model"]
+    application.deployments["Old"] = everything().applications[NAMED].deployments["Model"]
     text = exposition(snapshot)
 
     assert len(labels_of(text)) == len({*labels_of(text)})
-    names = {"application": 'a "b" \\c', "route": "/items/{id}", "method": "GET"}
+    names = {"application": NAMED, "route": "/items/{id}", "method": "GET"}
     found = samples(text.decode())
     assert value(found, "ray_serve_num_http_requests_total", **names, status_code="200") == 2
     errors = "ray_serve_num_deployment_http_error_requests_total"
@@ -447,7 +446,7 @@ def test_a_users_metric_is_spelled_as_ray_spells_it() -> None:
 def test_1000_replicas_are_all_written(capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = everything(replicas=1000)
     usual = ReplicaCounts(routes={"/items/{id}": latency(0.5, 3.0)})
-    for replica in snapshot.applications['a "b" \\c'].deployments["Model"].replicas:
+    for replica in snapshot.applications[NAMED].deployments["Model"].replicas:
         replica.counts, replica.lanes, replica.models = usual, {}, []
     begin = thread_time()
     text = exposition(snapshot)

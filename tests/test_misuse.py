@@ -23,7 +23,7 @@ import ingress as serve
 from ingress.core.base.settings import SYNC_IN_THREADPOOL
 from ingress.exceptions import RayServeException
 from tests.programs import INGRESS, environment, process, said_by, write_module
-from tests.servers import PATIENCE_S, bind, get
+from tests.servers import bind, get, result
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -120,7 +120,7 @@ def two_with_one_prefix() -> None:
 
 
 def result_in_a_loop() -> None:
-    handle = run(deploy().bind())
+    handle = running()
 
     async def ask() -> None:
         handle.remote(None).result()
@@ -128,16 +128,13 @@ def result_in_a_loop() -> None:
     asyncio.run(ask())
 
 
-def handle_as_function() -> None:
-    run(deploy().bind())(1)
-
-
-def method_as_function() -> None:
-    run(deploy().bind()).items(1)
+def running() -> Any:
+    """Return a handle of a deployment that runs."""
+    return run(deploy().bind())
 
 
 def misspelt_handle_option() -> None:
-    run(deploy().bind()).options(method="items")
+    running().options(method="items")
 
 
 def bind_in_a_cycle() -> None:
@@ -145,18 +142,6 @@ def bind_in_a_cycle() -> None:
     first = serve.deployment(name="First")(TakesAll).bind(arguments)
     arguments.append(serve.deployment(name="Second")(TakesAll).bind(first))
     run(first)
-
-
-def unknown_method() -> None:
-    run(deploy().bind()).itemz.remote()
-
-
-def generator_without_stream() -> None:
-    run(deploy().bind()).items.remote().result(timeout_s=PATIENCE_S)
-
-
-def stream_without_generator() -> None:
-    [*run(deploy().bind()).options(stream=True).remote(None)]
 
 
 def busy_port() -> None:
@@ -170,21 +155,21 @@ def bad_host() -> None:
     serve.start({"host": "256.0.0.1", "port": 0})
 
 
-def batch_of(result: Any) -> Callable[[], None]:
-    """Return the mistake of a batch handler that returns `result` for two items."""
+def batch_of(results: Any) -> Callable[[], None]:
+    """Return the mistake of a batch handler that returns these results for two items."""
 
     def mistake() -> None:
         class Batched:
             @serve.batch(max_batch_size=2, batch_wait_timeout_s=5)
             async def __call__(self, items: list[int]) -> Any:
-                return result
+                return results
 
         handle = run(serve.deployment(Batched).bind())
         both = [handle.remote(1), handle.remote(2)]
         for each in both:
             with pytest.raises(Exception):  # noqa: B017
-                each.result(timeout_s=PATIENCE_S)
-        both[0].result(timeout_s=PATIENCE_S)
+                result(each)
+        result(both[0])
 
     return mistake
 
@@ -264,22 +249,22 @@ CASES: list[tuple[int, Mistake, Any, list[str]]] = [
     ),
     (25, wrong_batch(max_concurrent_batches=0), EITHER, ["max_concurrent_batches"]),
     *(
-        (26, batch_of(result), Exception, ["batch"])
-        for result in ([1], [1, 2, 3], None, {"a": 1}, (x for x in "ab"))
+        (26, batch_of(results), Exception, ["batch"])
+        for results in ([1], [1, 2, 3], None, {"a": 1}, (x for x in "ab"))
     ),
     (28, batch_over_route, TypeError, ["route"]),
     (29, result_in_a_loop, RuntimeError, ["asyncio", "await"]),
-    (30, generator_without_stream, TypeError, ["stream=True"]),
-    (30, stream_without_generator, TypeError, ["stream"]),
-    (31, unknown_method, AttributeError, ["itemz", "items"]),
+    (30, lambda: result(running().items.remote()), TypeError, ["stream=True"]),
+    (30, lambda: [*running().options(stream=True).remote(None)], TypeError, ["stream"]),
+    (31, lambda: running().itemz.remote(), AttributeError, ["itemz", "items"]),
     (32, serve.get_replica_context, RayServeException, ["may only be called from within"]),
     (36, busy_port, RuntimeError, ["Failed to bind to address", "127.0.0.1"]),
     (36, bad_host, RuntimeError, ["host must be an address of this machine", "256.0.0.1"]),
     (37, lambda: deploy().remote(1), AttributeError, ["serve.run(Name.bind())"]),
     (38, lambda: deploy().bind().bind(), AttributeError, ["it is bound already"]),
     (38, lambda: deploy().bind().remote(1), AttributeError, ["handle = serve.run(app)"]),
-    (39, handle_as_function, TypeError, ["'Model'", "not callable", "handle.remote(...)"]),
-    (39, method_as_function, TypeError, ["handle.items.remote(...)"]),
+    (39, lambda: running()(1), TypeError, ["'Model'", "not callable", "handle.remote(...)"]),
+    (39, lambda: running().items(1), TypeError, ["handle.items.remote(...)"]),
     (40, wrong_batch(batch_size=8), TypeError, ["'batch_size'", "did you mean max_batch_size?"]),
     (41, misspelt_handle_option, TypeError, ["'method'", "did you mean method_name?"]),
     (
@@ -296,8 +281,7 @@ CASES: list[tuple[int, Mistake, Any, list[str]]] = [
 @pytest.mark.reliability("C09")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("mistake", "types", "parts"),
-    [pytest.param(*case, id=f"{number}") for number, *case in CASES],
+    ("mistake", "types", "parts"), [pytest.param(*case, id=f"{number}") for number, *case in CASES]
 )
 def test_a_mistake_is_refused_where_it_is_made(
     mistake: Mistake, types: Any, parts: list[str]
@@ -462,9 +446,9 @@ read("{")
 
 
 def test_ctrl_c_while_a_module_is_imported_is_one_line(tmp_path: Path) -> None:
-    write_module(tmp_path, "slow", "import threading\nprint('imports', flush=True)\n" + WAITS)
-    command = [*INGRESS, "run", "slow:app"]
-    with process(command, tmp_path, environment(tmp_path)) as server:
+    source = "import threading\nprint('imports', flush=True)\nthreading.Event().wait()\n"
+    write_module(tmp_path, "slow", source)
+    with process([*INGRESS, "run", "slow:app"], tmp_path, environment(tmp_path)) as server:
         server.wait_for("imports")
         server.signal(signal.SIGINT)
 
@@ -472,8 +456,6 @@ def test_ctrl_c_while_a_module_is_imported_is_one_line(tmp_path: Path) -> None:
     _, line = server.output.splitlines()
     assert line == f"Error: interrupted while 'slow' was imported, at {tmp_path}/slow.py:3"
 
-
-WAITS = "threading.Event().wait()\n"
 
 UNUSED = """
 import ingress as serve

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gc
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio.from_thread
@@ -41,7 +41,7 @@ pytestmark = [
 class Ledger:
     """The events of the models of these tests. Thread-safe.
 
-    `hold(id)` holds loads and requests of that model inside until `let(id)`.
+    `hold(event)` holds loads and requests at that event until `let(event)`.
     """
 
     def __init__(self) -> None:
@@ -55,11 +55,12 @@ class Ledger:
         self._held: dict[str, Latch] = {}
         self._lock = threading.Lock()
 
-    def hold(self, what: str) -> None:
-        self._held[what] = Latch()
+    def hold(self, *events: str) -> None:
+        self._held |= {event: Latch() for event in events}
 
-    def let(self, what: str) -> None:
-        self._held.pop(what).count_down()
+    def let(self, *events: str) -> None:
+        for event in events:
+            self._held.pop(event).count_down()
 
     def note(self, event: str) -> None:
         with self._lock:
@@ -433,10 +434,9 @@ def test_a_load_that_fails_fails_all_who_wait_is_logged_once_and_tried_again(
     for response in responses:
         with pytest.raises(error):
             result(response)
-    failed = [record for record in caplog.records if "Failed to load model" in record.message]
-    assert len(failed) == 1
-    assert vars(failed[0])["request_id"] == responses[0].request_id
-    assert vars(failed[0])["multiplexed_model_id"] == model_id
+    (failed,) = (vars(each) for each in caplog.records if "Failed to load model" in each.message)
+    assert failed["request_id"] == responses[0].request_id
+    assert failed["multiplexed_model_id"] == model_id
     with pytest.raises(error):
         result(server.remote(model_id))
     assert ledger.loads[model_id] == 2
@@ -446,21 +446,18 @@ def test_a_load_that_fails_fails_all_who_wait_is_logged_once_and_tried_again(
 def test_different_models_load_side_by_side_as_long_as_there_is_room(
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
-    for model_id in "abc":
-        ledger.hold(f"load {model_id}")
-    responses = {model_id: server.remote(model_id) for model_id in "abc"}
+    loads = [f"load {model_id}" for model_id in "abc"]
+    ledger.hold(*loads)
+    responses = [server.remote(model_id) for model_id in "abc"]
     wait_until(lambda: sum(ledger.loads.values()) == 2)
-    ledger.let("load a")
-    ledger.let("load b")
-    ledger.let("load c")
+    ledger.let(*loads)
 
-    assert [result(response) for response in responses.values()] == ["a", "b", "c"]
+    assert [result(response) for response in responses] == ["a", "b", "c"]
     assert ledger.most_alive == 2
 
 
 def test_a_model_goes_under_no_request_that_runs(server: DeploymentHandle, ledger: Ledger) -> None:
-    ledger.hold("use a")
-    ledger.hold("use b")
+    ledger.hold("use a", "use b")
     using = [server.remote("a"), server.remote("b")]
     ledger.saw("use a", "use b")
     waiting = server.remote("c")
@@ -481,8 +478,7 @@ def test_a_batch_a_stream_and_a_cancelled_def_keep_their_model_to_their_end(
 ) -> None:
     monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
     handle = serve.run(bind(Server, ledger), route_prefix=None)
-    ledger.hold(user)
-    ledger.hold("use b")
+    ledger.hold(user, "use b")
     if user == "use a":
         batched = handle.options(multiplexed_model_id="a").batched
         using = [batched.remote(), batched.remote()]
@@ -524,17 +520,14 @@ def test_two_requests_that_use_what_the_other_needs_do_not_hang(
     server: DeploymentHandle, ledger: Ledger
 ) -> None:
     """Both use a and b. One wants c, the other d: neither can get it before the other ends."""
-    for name in ("one", "other"):
-        ledger.hold(f"{name} has ['a', 'b']")
-    one, other = (
-        server.wants.remote(["a", "b"], want, name) for want, name in [("c", "one"), ("d", "other")]
-    )
-    ledger.saw("one has ['a', 'b']", "other has ['a', 'b']")
-    ledger.let("one has ['a', 'b']")
-    ledger.let("other has ['a', 'b']")
+    both = [f"{name} has ['a', 'b']" for name in ("one", "other")]
+    ledger.hold(*both)
+    responses = [server.wants.remote(["a", "b"], *each) for each in [("c", "one"), ("d", "other")]]
+    ledger.saw(*both)
+    ledger.let(*both)
 
     answers: list[Any] = []
-    for response in (one, other):
+    for response in responses:
         try:
             answers.append(result(response))
         except RequestCycleError as error:
@@ -587,7 +580,6 @@ def test_a_cycle_that_a_thread_breaks_while_its_requests_leave_keeps_no_room(
     assert result(handle.remote(0)) == "0"
     (replica,) = local_engine().applications["default"].ingress.replicas
     wait_until(lambda: not replica.context.models.in_use)
-    serve.shutdown()
 
     assert outcomes["RequestCancelledError"]
     assert outcomes["RequestCycleError"] >= 50
@@ -674,28 +666,25 @@ def test_a_model_that_always_has_requests_makes_room_in_the_end(
             previous = following
         assert result(previous) == model_id
 
-    threads = [threading.Thread(target=relay, args=(model_id,)) for model_id in "ab"]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_until(lambda: ledger.relays["a"] > 5 and ledger.relays["b"] > 5)
-        for number in range(5):
-            assert result(server.remote(f"c{number}")) == f"c{number}"
-    finally:
-        ledger.is_over = True
-        for thread in threads:
-            thread.join(PATIENCE_S)
+    with ThreadPoolExecutor() as threads:
+        relays = [threads.submit(relay, model_id) for model_id in "ab"]
+        try:
+            wait_until(lambda: ledger.relays["a"] > 5 and ledger.relays["b"] > 5)
+            for number in range(5):
+                assert result(server.remote(f"c{number}")) == f"c{number}"
+        finally:
+            ledger.is_over = True
+        for each in relays:
+            each.result()
     assert ledger.most_alive == 2
 
 
 def test_a_request_for_a_model_about_to_be_evicted_waits_behind_the_load_that_evicts_it(
     one: DeploymentHandle, ledger: Ledger
 ) -> None:
-    ledger.hold("use a")
-    ledger.hold("use b")
+    ledger.hold("use a", "use b", "load c")
     using = [one.remote("a"), one.remote("b")]
     ledger.saw("use a", "use b")
-    ledger.hold("load c")
     waiting = one.remote("c")
     assert result(one.gives_up.remote("c")) == "gave up"  # by now the first waits for room
     assert result(one.gives_up.remote("a")) == "gave up", "a was used longest ago"
@@ -703,8 +692,7 @@ def test_a_request_for_a_model_about_to_be_evicted_waits_behind_the_load_that_ev
     ledger.let("use a")
     ledger.saw("load c")
     assert ledger.unloads == {"a": 1}
-    ledger.let("load c")
-    ledger.let("use b")
+    ledger.let("load c", "use b")
     assert result(waiting) == "c"
     assert [result(response) for response in using] == ["a", "b"]
     assert result(one.remote("a")) == "a"
@@ -741,7 +729,6 @@ def test_a_function_deployment_has_a_cache_per_replica() -> None:
     handle = serve.run(function.options(num_replicas=2).bind(), route_prefix=None)
     for _ in range(40):
         assert result(handle.remote("a")) == "a"
-    serve.shutdown()
 
     assert sorted(loaded) == ["a#0", "a#1"]
 
@@ -770,7 +757,6 @@ class Ensemble:
 def test_a_constructor_and_a_load_may_load_models() -> None:
     handle = serve.run(bind(Ensemble), route_prefix=None)
     whole, parts = result(handle.remote("abc"))
-    serve.shutdown()
 
     assert whole == "abc"
     assert parts == ["first:first", "a:a", "b:b", "c:c"], "each load sees the id it is for"
@@ -907,10 +893,9 @@ def test_eight_replicas_under_mixed_models_keep_what_they_promise(
     sent = []
     for number in range(800):
         model_id = f"m{(number * 7) % 23}"
-        response = handle.options(multiplexed_model_id=model_id).remote()
-        sent.append((model_id, response))
+        sent.append((model_id, handle.options(multiplexed_model_id=model_id).remote()))
         if number % 11 == 0:
-            response.cancel()
+            sent[-1][1].cancel()
     outcomes: Counter[str] = Counter()
     for model_id, response in sent:
         try:
@@ -989,17 +974,14 @@ def test_a_burst_for_a_new_model_goes_to_one_replica_as_far_as_it_has_slots(
 
 def test_without_a_free_slot_they_are_served_in_the_order_they_came(ledger: Ledger) -> None:
     where: Any = Where
-    handle = serve.run(
-        where.options(num_replicas=1, max_ongoing_requests=1).bind(ledger),
-        route_prefix=None,
-    )
+    one_slot = where.options(num_replicas=1, max_ongoing_requests=1)
+    handle = serve.run(one_slot.bind(ledger), route_prefix=None)
     ledger.hold("in a")
     responses = [handle.options(multiplexed_model_id=each).remote(f"in {each}") for each in "abab"]
     ledger.saw("in a")
     ledger.let("in a")
     for response in responses:
         result(response)
-    serve.shutdown()
     assert ledger.events == ["in a", "in b", "in a", "in b"]
 
 
@@ -1007,11 +989,8 @@ def test_without_a_free_slot_they_are_served_in_the_order_they_came(ledger: Ledg
 def test_ten_thousand_model_ids_leave_nothing_behind(ledger: Ledger) -> None:
     handle = serve.run(bind(Where, ledger), route_prefix=None)
     for first in range(0, 10_000, 500):
-        batch = [
-            handle.options(multiplexed_model_id=str(first + number)).remote()
-            for number in range(500)
-        ]
-        for response in batch:
+        names = map(str, range(first, first + 500))
+        for response in [handle.options(multiplexed_model_id=name).remote() for name in names]:
             result(response)
     replicas = local_engine().applications["default"].ingress.replicas
     assert [replica.slots.requested for replica in replicas] == [{}] * 4
@@ -1020,9 +999,6 @@ def test_ten_thousand_model_ids_leave_nothing_behind(ledger: Ledger) -> None:
 
 
 # The current model id.
-
-
-WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who")
 
 
 @serve.deployment
@@ -1039,21 +1015,21 @@ class Says:
     async def everywhere(self) -> dict[str, str]:
         loop = asyncio.get_running_loop()
         return {
-            "async": serve.get_multiplexed_model_id(),
+            "async": await self.again(),
             "task": await asyncio.create_task(self.again()),
-            "to_thread": await asyncio.to_thread(serve.get_multiplexed_model_id),
-            "executor": await loop.run_in_executor(None, serve.get_multiplexed_model_id),
+            "to_thread": await asyncio.to_thread(self.in_def),
+            "executor": await loop.run_in_executor(None, self.in_def),
         }
 
     async def again(self) -> str:
-        return serve.get_multiplexed_model_id()
+        return self.in_def()
 
     def in_def(self) -> str:
         return serve.get_multiplexed_model_id()
 
     def in_generator(self) -> Iterator[str]:
-        yield serve.get_multiplexed_model_id()
-        yield serve.get_multiplexed_model_id()
+        yield self.in_def()
+        yield self.in_def()
 
     async def children(self) -> list[str]:
         named = self.child.options(multiplexed_model_id="other")
@@ -1069,7 +1045,6 @@ def test_the_model_id_is_known_wherever_a_request_goes_and_stays_with_it(flags: 
     assert [*named.options(stream=True).in_generator.remote()] == ["m", "m"]
     assert result(handle.in_def.remote()) == ""
     assert result(named.children.remote()) == ["", "other"], "a child has the one it was given"
-    serve.shutdown()
     assert serve.get_multiplexed_model_id() == ""
 
 
@@ -1143,7 +1118,6 @@ def test_a_model_id_in_a_log_is_printable_and_short(caplog: pytest.LogCaptureFix
     handle = serve.run(bind(Logs), route_prefix=None)
     for model_id in ("a\x1b[31m\r\nb\u2028", "x" * 10_000):
         result(handle.options(multiplexed_model_id=model_id).remote())
-    serve.shutdown()
 
     first, second = (vars(record) for record in caplog.records if record.message == "said")
     assert first["multiplexed_model_id"] == r"a\x1b[31m\r\nb\u2028"

@@ -201,9 +201,8 @@ def test_calls_that_were_cut_short_make_an_estimate_longer_but_never_shorter() -
         cut.assigned_at, cut.is_interrupted = now - took_s, True
         usual.add(cut, now)
 
-    _, shed = taken(
-        waiting(*[make_call(left_s=0.1) for _ in range(2)], since=now, usual=usual), now
-    )
+    late = [make_call(left_s=0.1) for _ in range(2)]
+    _, shed = taken(waiting(*late, since=now, usual=usual), now)
 
     assert shed[0].usual_s == pytest.approx(0.55)
 
@@ -382,8 +381,7 @@ def test_calls_go_on_when_a_replica_has_stopped_computing() -> None:
     router, replica = late()
     replica.slots.is_computing = True
     calls = [make_call() for _ in range(3)]
-    for call in calls[:2]:
-        router.assign(call)
+    assign(router, *calls[:2])
     replica.slots.is_computing = False
     router.assign(calls[2])
 
@@ -396,9 +394,8 @@ def test_calls_that_wait_for_a_late_replica_do_not_count_against_the_queue() -> 
     calls = [make_call(left_s=60) for _ in range(20)]
     assign(router, *calls)
 
-    assert [isinstance(call.error, BackPressureError) for call in calls] == [False] * 15 + [
-        True
-    ] * 5
+    refused = [isinstance(call.error, BackPressureError) for call in calls]
+    assert refused == [False] * 15 + [True] * 5
     assert len(replica.handed) == 1
     router.refuse("the test is over")
 
@@ -445,11 +442,7 @@ def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None
         calls = [make_call(left_s=random.choice([None, 60, 60])) for _ in range(60)]
         done = threading.Event()
 
-        def work(
-            router: Router = router,
-            replica: LateReplica = replica,
-            done: threading.Event = done,
-        ) -> None:
+        def work(replica: LateReplica = replica, done: threading.Event = done) -> None:
             ended = 0
             while ended < 60 and not done.is_set():
                 while replica.handed:
@@ -459,12 +452,9 @@ def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None
                     replica.finish(call)
                     ended += 1
 
-        def submit(part: list[Call], router: Router = router) -> None:
-            assign(router, *part)
-
         worker = threading.Thread(target=work)
         worker.start()
-        together(*(partial(submit, calls[first::3]) for first in range(3)))
+        together(*(partial(assign, router, *calls[first::3]) for first in range(3)))
         worker.join(10)
         done.set()
         worker.join()

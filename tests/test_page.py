@@ -9,6 +9,7 @@ import threading
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -31,7 +32,7 @@ from ingress.observe.live.viewers import MOST, PAUSE_S
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.testing import Latch
 from tests.programs import INGRESS, environment, process, write_module
-from tests.servers import PATIENCE_S, Connection, bind, get, served, wait_until
+from tests.servers import PATIENCE_S, Answer, Connection, bind, get, served, wait_until
 
 PAGE = Path(serve.__file__).with_name("live") / "page.html"
 EMPTY: dict[str, Any] = {
@@ -112,10 +113,7 @@ def test_a_viewer_gets_at_most_two_views_a_second_and_nothing_is_made_without_on
             assert min(b - a for a, b in pairwise(times)) > 0.8 * PAUSE_S
 
         # Both have left: a third one is the first again, after a while without views.
-        def looks() -> int:
-            return asked.counts["part"]
-
-        wait_until(lambda: is_quiet(looks))
+        wait_until(lambda: is_quiet(lambda: asked.counts["part"]))
 
 
 def is_quiet(count: Callable[[], int]) -> bool:
@@ -287,30 +285,25 @@ def test_a_recording_has_the_requests_that_ran_meanwhile(port: int, go: Latch) -
     with listening(partial(parts_of, local_engine())) as admin:
         for wrong in ("0", "-1", "nan", "61", "x"):
             assert get(admin, f"/api/record?seconds={wrong}").status == 400
-        asked = threading.Thread(target=get, args=(port, "/wait"))
-        asked.start()
-        found: list[Any] = []
 
-        def record() -> None:
+        def record() -> Answer:
             # Also while one of the attempts below is a recording.
             while (answer := get(admin, "/api/record?seconds=1")).status == 409:
                 pass
-            found.append(answer)
+            return answer
 
-        recorder = threading.Thread(target=record)
-        recorder.start()
-        wait_until(lambda: get(admin, "/api/record?seconds=0.01").status == 409)
-        go.count_down()
-        asked.join(PATIENCE_S)
-        recorder.join(PATIENCE_S)
+        with ThreadPoolExecutor() as threads:
+            threads.submit(get, port, "/wait")
+            recording = threads.submit(record)
+            wait_until(lambda: get(admin, "/api/record?seconds=0.01").status == 409)
+            go.count_down()
 
-    events = json.loads(found[0].body)["traceEvents"]
+    events = json.loads(recording.result().body)["traceEvents"]
     names = [each["name"] for each in events if each["ph"] == "b"]
     assert "GET /wait" in names
     assert {each["cat"] for each in events if each["ph"] == "b"} == {"request"}
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.thorough)])
 def test_viewers_and_scrapes_while_the_server_ends_do_not_delay_it_and_are_no_errors(
     tmp_path: Path, workers: str
@@ -354,7 +347,6 @@ def test_viewers_and_scrapes_while_the_server_ends_do_not_delay_it_and_are_no_er
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(180)
 def test_the_view_of_workers_has_each_process(tmp_path: Path) -> None:
     write_module(
         tmp_path,

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ingress.serving.processes.messages import Kind
 from tests.large_app import holdings
 from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation, limit_descriptors
-from tests.servers import PATIENCE_S, forking, served, set_flags, steady, turns, wait_until
+from tests.servers import PATIENCE_S, forking, result, served, set_flags, steady, turns, wait_until
 
 LINES = 100  # of each client that talks: more than the buffers of a client that does not read
 
@@ -81,15 +81,9 @@ class Member:
         self.name = name
         self.lines: dict[str, int] = {}
         self._stack = ExitStack()
+        options: dict[str, Any] = {"compression": None, "close_timeout": 1, "max_queue": 1}
         self.socket: ClientConnection = self._stack.enter_context(
-            connect(
-                "ws://127.0.0.1/chat",
-                sock=_small_socket(port),
-                compression=None,
-                close_timeout=1,
-                ping_interval=None,
-                max_queue=1,
-            )
+            connect("ws://127.0.0.1/chat", sock=_small_socket(port), ping_interval=None, **options)
         )
         self._thread = threading.Thread(target=self._read)
         if reads:
@@ -122,9 +116,8 @@ class Member:
 def test_handlers_that_wait_for_one_slow_client_all_go_on(isolation: str, end: str) -> None:
     port = served(in_isolation("Chat", isolation))
 
-    def counts() -> list[int]:
-        found: list[int] = httpx.get(f"http://127.0.0.1:{port}/counts").json()
-        return found
+    def counts() -> Any:
+        return httpx.get(f"http://127.0.0.1:{port}/counts").json()
 
     slow = Member(port, "slow", reads=False)
     talkers = [Member(port, name) for name in "ab"]
@@ -304,11 +297,7 @@ def test_a_call_that_ends_before_it_is_sent_is_forgotten(isolation: str, ends: s
 
     outer.unsent.remote(5, ends).result(timeout_s=PATIENCE_S)
 
-    def number_left() -> int:
-        found: int = outer.number_of_calls.remote("never").result(timeout_s=PATIENCE_S)
-        return found
-
-    wait_until(lambda: number_left() == 0)
+    wait_until(lambda: result(outer.number_of_calls.remote("never")) == 0)
 
 
 @on_linux
@@ -345,34 +334,14 @@ def test_a_call_that_could_not_be_sent_leaves_nothing_for_the_end_of_the_process
 # Frames.
 
 
-def test_the_other_process_has_frames_before_the_turn_that_posts_them_ends() -> None:
-    """Else two processes would work by turns: neither while the other one does."""
+def in_two_turns(post: Callable[[Frames], None]) -> tuple[bytes, bytes]:
+    """Return the bytes that arrive in the turn in which frames are posted, and after it."""
 
-    async def scenario() -> tuple[int, int]:
-        ours, theirs = socket.socketpair()
-        frames = Frames(ours, lambda *_: None, lambda: None)
-        for number in range(10):
-            frames.post(1, number, b"frame")
-        theirs.setblocking(False)
-        first = len(theirs.recv(1 << 16))
-        await turns()
-        rest = len(theirs.recv(1 << 16))
-        frames.close()
-        theirs.close()
-        return first, rest
-
-    size = HEAD.size + len(b"frame")
-    assert asyncio.run(scenario()) == (8 * size, 2 * size)
-
-
-def test_a_frame_that_is_sent_at_once_is_there_now_behind_those_before_it() -> None:
     async def scenario() -> tuple[bytes, bytes]:
         ours, theirs = socket.socketpair()
-        frames = Frames(ours, lambda *_: None, lambda: None)
-        frames.post(1, 1, b"first")
-        frames.post(1, 2, b"second", at_once=True)
-        frames.post(1, 3, b"third")
         theirs.setblocking(False)
+        frames = Frames(ours, lambda *_: None, lambda: None)
+        post(frames)
         now = theirs.recv(1 << 16)
         await turns()
         rest = theirs.recv(1 << 16)
@@ -380,28 +349,41 @@ def test_a_frame_that_is_sent_at_once_is_there_now_behind_those_before_it() -> N
         theirs.close()
         return now, rest
 
-    now, rest = asyncio.run(scenario())
+    return asyncio.run(scenario())
+
+
+def test_the_other_process_has_frames_before_the_turn_that_posts_them_ends() -> None:
+    """Else two processes would work by turns: neither while the other one does."""
+
+    def post(frames: Frames) -> None:
+        for number in range(10):
+            frames.post(1, number, b"frame")
+
+    now, rest = in_two_turns(post)
+    size = HEAD.size + len(b"frame")
+    assert (len(now), len(rest)) == (8 * size, 2 * size)
+
+
+def test_a_frame_that_is_sent_at_once_is_there_now_behind_those_before_it() -> None:
+    def post(frames: Frames) -> None:
+        frames.post(1, 1, b"first")
+        frames.post(1, 2, b"second", at_once=True)
+        frames.post(1, 3, b"third")
+
+    now, rest = in_two_turns(post)
     assert (now[-6:], now.count(b"first"), rest[-5:]) == (b"second", 1, b"third")
     assert len(now) == 2 * HEAD.size + 11
 
 
 def test_only_the_call_that_is_alone_in_a_child_is_sent_at_once() -> None:
-    async def scenario() -> tuple[int, int]:
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
+    def ask_twice(frames: Frames) -> None:
         link = Link(ReplicaID("0", DeploymentID("Alone")), lambda *_: None)  # type: ignore[arg-type]
-        link._frames = Frames(ours, lambda *_: None, lambda: None)
+        link._frames = frames
         for _ in range(2):
             link.send(Kind.ASK, b"content")
-        now = len(theirs.recv(1 << 16))
-        await turns()
-        rest = len(theirs.recv(1 << 16))
-        link._frames.close()
-        theirs.close()
-        return now, rest
 
-    size = HEAD.size + len(b"content")
-    assert asyncio.run(scenario()) == (size, size)
+    now, rest = in_two_turns(ask_twice)
+    assert len(now) == len(rest) == HEAD.size + len(b"content")
 
 
 # Large contents, which cross in shared memory, for which a process has no descriptor left.
@@ -416,9 +398,8 @@ def lowest_free() -> int:
     return descriptor
 
 
-def same(handle: Any, value: bytes) -> bytes:
-    found: bytes = handle.same.remote(value).result(timeout_s=PATIENCE_S)
-    return found
+def same(handle: Any, value: bytes) -> Any:
+    return result(handle.same.remote(value))
 
 
 @on_linux
@@ -500,11 +481,8 @@ def test_requests_and_responses_for_which_the_server_has_no_descriptor_fail_alon
         websocket.send(LINE)
         with pytest.raises(ConnectionClosed) as closed:
             websocket.recv(PATIENCE_S)
-        answers = [
-            client.get("/large"),
-            other.post("/size", content=LARGE),
-            client.post("/size", content=b"small"),
-        ]
+        answers = [client.get("/large"), other.post("/size", content=LARGE)]
+        answers += [client.post("/size", content=b"small")]
         with pytest.raises(httpx.RemoteProtocolError):
             client.get("/stream")
 

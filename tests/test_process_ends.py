@@ -27,7 +27,7 @@ from ingress.exceptions import ReplicaUnavailableError
 from tests import large_app, process_app, process_attacks_app
 from tests.process_app import pids
 from tests.programs import environment, process, write_module
-from tests.servers import PATIENCE_S, served, wait_until
+from tests.servers import PATIENCE_S, overview, served, wait_until
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -167,15 +167,12 @@ def test_the_status_names_the_end_of_a_process_while_its_replacement_starts(
     with pytest.raises(ReplicaUnavailableError):
         handle.remote().result()
 
-    def deployment() -> Any:
-        return serve.status().applications["default"].deployments["Slow"]
-
-    wait_until(lambda: "ended with exit code 7" in deployment().message)
-    assert "the last words" in deployment().message
-    assert deployment().status == "HEALTHY"
+    wait_until(lambda: "ended with exit code 7" in overview("Slow").message)
+    assert "the last words" in overview("Slow").message
+    assert overview("Slow").status == "HEALTHY"
     with (tmp_path / "go").open("w"):
         pass
-    wait_until(lambda: not deployment().message)
+    wait_until(lambda: not overview("Slow").message)
 
 
 @pytest.mark.reliability("P01")
@@ -212,12 +209,9 @@ def test_a_child_whose_loop_does_not_turn_is_killed_and_replaced(method: str) ->
 def test_a_process_that_dies_again_and_again_is_replaced_after_longer_and_longer_pauses() -> None:
     serve.run(process_app.short_lived, route_prefix=None)
 
-    def deployment() -> Any:
-        return serve.status().applications["default"].deployments["ShortLived"]
-
-    wait_until(lambda: deployment().status == "UNHEALTHY", timeout_s=50)
-    assert "ended with exit code 9" in deployment().message
-    assert "the last words" in deployment().message
+    wait_until(lambda: overview("ShortLived").status == "UNHEALTHY", timeout_s=50)
+    assert "ended with exit code 9" in overview("ShortLived").message
+    assert "the last words" in overview("ShortLived").message
 
 
 @pytest.mark.reliability("P03")
@@ -229,20 +223,17 @@ def test_a_replacement_that_does_not_start_is_tried_with_longer_and_longer_pause
     (tmp_path / "fails").touch()
     os.kill(handle.pid.remote().result(), signal.SIGKILL)
 
-    def deployment() -> Any:
-        return serve.status().applications["default"].deployments["FailsLater"]
-
-    wait_until(lambda: deployment().status == "UNHEALTHY")
+    wait_until(lambda: overview("FailsLater").status == "UNHEALTHY")
     begun = time.monotonic()
     wait_until(lambda: time.monotonic() > begun + 5)
     # Pauses of 0, 0.5, 1, 2, 4 s: the sixth start is 7.5 s after the first.
     assert 3 <= len((tmp_path / "starts").read_text()) <= 6
-    assert "failed to start" in deployment().message
-    assert "ended with exit code 5" in deployment().message
-    assert "the last words" in deployment().message
+    assert "failed to start" in overview("FailsLater").message
+    assert "ended with exit code 5" in overview("FailsLater").message
+    assert "the last words" in overview("FailsLater").message
     (tmp_path / "fails").unlink()
     assert handle.pid.remote().result(timeout_s=50)
-    wait_until(lambda: deployment().status == "HEALTHY")
+    wait_until(lambda: overview("FailsLater").status == "HEALTHY")
 
 
 @pytest.mark.reliability("P04")
@@ -378,11 +369,10 @@ def test_the_async_del_of_an_instance_runs_in_a_child_if_its_constructor_fails(
     tmp_path: Path,
 ) -> None:
     left = tmp_path / "left"
-    target = process_app.half(str(left))
     serve.run(process_app.spinning, name="other", route_prefix=None)  # else a start has 0.5 s
 
     with pytest.raises(RuntimeError, match="half"):
-        serve.run(target, name="half", route_prefix=None)
+        serve.run(process_app.half(str(left)), name="half", route_prefix=None)
 
     wait_until(left.exists)
     assert left.read_text() == "gone"

@@ -90,20 +90,14 @@ def test_an_array_that_is_kept_is_not_overwritten(handle: DeploymentHandle) -> N
 
 @pytest.mark.reliability("P05")
 def test_arrays_that_are_dropped_in_any_thread_are_not_overwritten_before(
-    handle: DeploymentHandle,
+    handle: DeploymentHandle, switch_interval: None
 ) -> None:
-    before = sys.getswitchinterval()
-
     def triple(number: int) -> bool:
         answer = handle.tripled.remote(array_of(number)).result()
         return bool((answer == 3 * number).all())
 
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            assert all(pool.map(triple, [number % 80 for number in range(200)]))
-    finally:
-        sys.setswitchinterval(before)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(triple, [number % 80 for number in range(200)]))
 
 
 @pytest.mark.reliability("P05")
@@ -173,23 +167,20 @@ def test_an_item_that_cannot_be_read_ends_its_stream_only(handle: DeploymentHand
     assert handle.pid.remote().result() == pid
 
 
-def test_views_are_dropped_in_other_threads_while_messages_arrive(handle: DeploymentHandle) -> None:
+def test_views_are_dropped_in_other_threads_while_messages_arrive(
+    handle: DeploymentHandle, switch_interval: None
+) -> None:
     arrived: SimpleQueue[Any] = SimpleQueue()
-    before = sys.getswitchinterval()
 
     def check_and_drop() -> None:
         while (pair := arrived.get()) is not None:
             assert (pair[1] == pair[0]).all()
             del pair
 
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            checks = [pool.submit(check_and_drop) for _ in range(2)]
-            for number in range(100):
-                arrived.put((number, handle.same.remote(array_of(number)).result()))
-            for _ in checks:
-                arrived.put(None)
-            assert [each.result() for each in checks] == [None, None]
-    finally:
-        sys.setswitchinterval(before)
+    with ThreadPoolExecutor(2) as pool:
+        checks = [pool.submit(check_and_drop) for _ in range(2)]
+        for number in range(100):
+            arrived.put((number, handle.same.remote(array_of(number)).result()))
+        for _ in checks:
+            arrived.put(None)
+        assert [each.result() for each in checks] == [None, None]

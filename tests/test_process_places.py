@@ -42,10 +42,7 @@ app = Gateway.bind(Model.bind())
 """
 CONFIG = {
     "applications": [
-        {
-            "import_path": "app:app",
-            "deployments": [{"name": "Model", "isolation": "process"}],
-        }
+        {"import_path": "app:app", "deployments": [{"name": "Model", "isolation": "process"}]}
     ]
 }
 

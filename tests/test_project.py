@@ -6,8 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -17,8 +15,8 @@ import ingress
 from ingress.app.asgi import compat as asgi
 from ingress.core.calls import compat as calls
 from ingress.serving.http import compat as http
+from tests.programs import ROOT, run_python
 
-ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "ingress").rglob("*.py"))
 TEXTS = ["*.md", "*.toml", "Makefile", ".ci/run"]
 FOLDERS = ["ingress", "app_examples", "tests", "benchmarks", "docs"]
@@ -30,20 +28,16 @@ def test_importing_it_imports_none_of_the_heavy_libraries() -> None:
         "heavy = {'httpx', 'ingress.check', 'ray', 'rich', 'typer', 'uvicorn'}\n"
         "print(*heavy & {*sys.modules})"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    ran = run_python("-c", script)
 
-    assert result.stdout.split() == []
+    assert (ran.stdout.split(), ran.returncode) == ([], 0), ran.stderr
 
 
 def test_a_worker_process_imports_none_of_the_commands() -> None:
     script = "import ingress.cli.worker, sys; print(*{'httpx', 'rich', 'typer'} & {*sys.modules})"
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    ran = run_python("-c", script)
 
-    assert result.stdout.split() == []
+    assert (ran.stdout.split(), ran.returncode) == ([], 0), ran.stderr
 
 
 def test_its_version_is_that_of_the_installed_distribution() -> None:
@@ -61,14 +55,9 @@ def test_pip_takes_the_versions_that_the_error_for_a_missing_name_calls_supporte
 
 
 def test_the_package_is_the_command_line() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "ingress", "run", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ran = run_python("-m", "ingress", "run", "--help")
 
-    assert "MODULE:APP" in result.stdout
+    assert ("MODULE:APP" in ran.stdout, ran.returncode) == (True, 0), ran.stderr
 
 
 def test_all_is_sorted_and_equals_what_is_importable() -> None:

@@ -6,7 +6,6 @@ import json
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +18,7 @@ import ingress as serve
 from ingress.core.base.types import DeploymentID
 from ingress.serving.http.proxy import RouteTable
 from ingress.serving.replicas.router import Router
+from tests.asgi_helpers import request
 from tests.servers import UPGRADE, Connection, bind, get, served
 
 pytestmark = pytest.mark.usefixtures("shutdown")
@@ -253,7 +253,7 @@ async def test_routes_are_told_to_clients_of_the_same_process() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("server", "is_cancellation"),
+    ("server", "is_told"),
     [
         (("127.0.0.1", 80), True),
         (("::1", 80), True),
@@ -263,19 +263,14 @@ async def test_routes_are_told_to_clients_of_the_same_process() -> None:
     ],
 )
 async def test_routes_are_told_by_a_loopback_server_only(
-    server: tuple[str, int | None], is_cancellation: bool
+    server: tuple[str, int | None], is_told: bool
 ) -> None:
     application = named("a")
-
-    async def elsewhere(scope: Any, receive: Any, send: Any) -> None:
-        await application({**scope, "server": server}, receive, send)
-
-    transport = httpx.ASGITransport(elsewhere)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        answer = await client.get("/-/routes")
+    scope = {"server": server, "headers": [(b"host", b"localhost")], "root_path": ""}
+    answer, _ = await request(application, "/-/routes", **scope)
     await application.aclose()
 
-    assert (answer.json() == {"/": "default"}) == is_cancellation
+    assert (json.loads(answer[1]["body"]) == {"/": "default"}) == is_told
 
 
 # The request's id.
@@ -303,7 +298,6 @@ def id_port(separate: str) -> int:
 
         @app.get("/stream")
         async def stream(self) -> Response:
-
             async def items() -> AsyncIterator[str]:
                 yield "x"
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 import ingress
+from tests.programs import run_python
 
 PACKAGE = Path(ingress.__file__).parent
 EXCEPTIONS = [
@@ -100,15 +99,10 @@ def test_a_module_that_only_re_exports_is_short() -> None:
 
 
 def test_paths_are_attributes_of_the_package_when_it_alone_is_imported() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", "import ingress; print(*vars(ingress))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ran = run_python("-c", "import ingress; print(*vars(ingress))")
     used = {path.partition(".")[2] for path in PATHS} - {"request_router", "testing"}
 
-    assert used <= {*result.stdout.split()}
+    assert used <= {*ran.stdout.split()}, ran.stderr
 
 
 def test_an_exception_has_its_public_path_in_a_traceback() -> None:

@@ -6,8 +6,6 @@ Tests that need Ray are in tests/engines.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,16 @@ from ingress.engines.ray.lowering import (
     options_for_ray,
 )
 from ingress.engines.ray.messages import CALL, Envelope, remote_name
-from tests.programs import ROOT, UVICORN, environment, process, run_ingress, said_by, write_module
+from tests.programs import (
+    ROOT,
+    UVICORN,
+    environment,
+    process,
+    run_ingress,
+    run_python,
+    said_by,
+    write_module,
+)
 
 needs_no_ray = pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
 
@@ -61,15 +68,6 @@ def built(**options: Any) -> BuiltDeployment:
 
 def lowered(**options: Any) -> dict[str, Any]:
     return options_for_ray(built(**options), {})
-
-
-def ingress(
-    folder: Path, *arguments: str, environ: dict[str, str] | None = None, path: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    given = {**environment(folder), **(environ or {})}
-    if path is not None:
-        given["PYTHONPATH"] = os.pathsep.join([str(path), given["PYTHONPATH"]])
-    return run_ingress(folder, *arguments, **given)
 
 
 @pytest.fixture
@@ -196,13 +194,7 @@ def test_http_options_become_rays_and_a_retry_of_what_has_started_is_refused() -
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [
-        ("score", "score"),
-        ("__call__", CALL),
-        ("_private", CALL),
-        ("check_health", CALL),
-        ("app", CALL),
-    ],
+    [("score", "score"), *((n, CALL) for n in ("__call__", "_private", "check_health", "app"))],
 )
 def test_ray_is_told_a_methods_own_name_unless_it_means_something_else_there(
     method: str, name: str
@@ -215,8 +207,7 @@ def test_a_deadline_crosses_as_the_time_that_is_left() -> None:
     metadata = RequestMetadata("id", deployment, method_name="score", deadline=None)
 
     assert Envelope.of(metadata).metadata(deployment) == metadata._replace(app_name="")
-    past = Envelope.of(metadata._replace(deadline=0.0))
-    assert past.left_s == 0.0
+    assert Envelope.of(metadata._replace(deadline=0.0)).left_s == 0.0
 
 
 # Bad input
@@ -228,17 +219,15 @@ def test_an_engine_that_is_none_is_refused_by_name() -> None:
 
 
 RUN = ["run", "app:hello", "--port", "0"]
+ON_RAY = [*RUN, "--engine", "ray"]
 BUILD = ["build", "app:hello"]
 REFUSED: list[tuple[list[str], str]] = [
     ([*RUN, "--engine", "raay"], "--engine must be local or ray, got 'raay'"),
-    ([*RUN, "--engine", "ray", "--workers", "2"], "--reload and --workers are for the local eng"),
-    ([*RUN, "--engine", "ray", "--reload"], "--reload and --workers are for the local engine"),
-    ([*RUN, "--engine", "ray", "--admin", "127.0.0.1:0"], "--admin and --admin-token are for the "),
-    (
-        [*RUN, "--engine", "ray", "--admin-token", "secret"],
-        "--admin and --admin-token are for the ",
-    ),
-    ([*RUN, "--engine", "ray", "--drain-delay", "1"], "--drain-delay is for the local engine"),
+    ([*ON_RAY, "--workers", "2"], "--reload and --workers are for the local eng"),
+    ([*ON_RAY, "--reload"], "--reload and --workers are for the local engine"),
+    ([*ON_RAY, "--admin", "127.0.0.1:0"], "--admin and --admin-token are for the "),
+    ([*ON_RAY, "--admin-token", "secret"], "--admin and --admin-token are for the "),
+    ([*ON_RAY, "--drain-delay", "1"], "--drain-delay is for the local engine"),
     ([*RUN, "--address", "127.0.0.1:1"], "--address and --working-dir are for --engine ray"),
     ([*RUN, "--working-dir", "."], "--address and --working-dir are for --engine ray"),
     (
@@ -268,11 +257,8 @@ def test_what_an_engine_or_a_cluster_cannot_use_is_refused_in_one_line(folder: P
 @needs_no_ray
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_without_ray_one_line_says_how_to_get_it(folder: Path, how: str) -> None:
-    arguments, environ = ["run", "app:hello", "--port", "0"], {"INGRESS_ENGINE": "ray"}
-    if how == "option":
-        arguments, environ = [*arguments, "--engine", "ray"], {}
-
-    result = ingress(folder, *arguments, environ=environ)
+    arguments, environ = (ON_RAY, {}) if how == "option" else (RUN, {"INGRESS_ENGINE": "ray"})
+    result = run_ingress(folder, *arguments, **environ)
 
     (line,) = result.stderr.splitlines()
     assert line == (
@@ -284,10 +270,8 @@ def test_without_ray_one_line_says_how_to_get_it(folder: Path, how: str) -> None
 
 @needs_no_ray
 def test_without_ray_what_is_asked_of_the_engine_says_so() -> None:
-    application = serve.deployment(Plain).bind()
-
     with pytest.raises(RuntimeError, match=r"needs Ray Serve 2\.60, which is not installed"):
-        serve.run(application, engine="ray")
+        serve.run(serve.deployment(Plain).bind(), engine="ray")
     assert serve.status().applications == {}
 
 
@@ -298,7 +282,8 @@ def test_another_version_of_ray_is_named_with_the_one_that_is_supported(folder: 
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.41.0\n")
 
-    result = ingress(folder, "run", "app:hello", "--engine", "ray", path=other)
+    path = os.pathsep.join([str(other), str(folder), str(ROOT)])
+    result = run_ingress(folder, "run", "app:hello", "--engine", "ray", PYTHONPATH=path)
 
     (line,) = result.stderr.splitlines()
     assert line == (
@@ -329,13 +314,9 @@ def test_nothing_but_its_engine_imports_ray(tmp_path: Path, code: str) -> None:
         f"{code}\n"
         "print('ray' in sys.modules, 'ingress.engines.ray' in sys.modules)\n"
     )
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    ran = run_python("-c", script, folder=tmp_path)
 
-    ran = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
-    )
-
-    assert ran.stdout.split() == ["False", "False"]
+    assert (ran.stdout, ran.returncode) == ("False False\n", 0), ran.stderr
 
 
 # ingress build
@@ -344,9 +325,8 @@ def test_nothing_but_its_engine_imports_ray(tmp_path: Path, code: str) -> None:
 def test_build_writes_what_names_the_application_its_options_and_the_flags(folder: Path) -> None:
     file = folder / "serve.yaml"
 
-    result = ingress(
-        folder, "build", "app:hello", "-o", "serve.yaml", environ={SYNC_IN_THREADPOOL: "1"}
-    )
+    options = {SYNC_IN_THREADPOOL: "1"}
+    result = run_ingress(folder, "build", "app:hello", "-o", "serve.yaml", **options)
 
     assert result.returncode == 0, result.stderr
     assert file.read_text().startswith("# For `serve deploy`")
@@ -386,7 +366,7 @@ def test_build_takes_the_name_prefix_host_and_folder_of_the_application(folder: 
     url = "https://files.example/app.zip"
     given = ("--name", "shop", "--route-prefix", "/shop", "--host", "10.0.0.1")
 
-    result = ingress(folder, "build", "app:hello", *given, "--working-dir", url)
+    result = run_ingress(folder, "build", "app:hello", *given, "--working-dir", url)
 
     config = yaml.safe_load(result.stdout)
     (application,) = config["applications"]
@@ -420,7 +400,7 @@ def test_a_manifest_for_kuberay_has_image_gpus_probes_and_room_for_all_replicas(
     write_module(tmp_path, "large", LARGE)
     given = ("--kuberay", "--image", "registry.example/shop:1", "--name", "My Shop")
 
-    result = ingress(tmp_path, "build", "large:app", *given)
+    result = run_ingress(tmp_path, "build", "large:app", *given)
 
     assert result.returncode == 0, result.stderr
     manifest = yaml.safe_load(result.stdout)

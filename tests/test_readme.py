@@ -17,9 +17,8 @@ from fastapi.testclient import TestClient
 
 from ingress.exceptions import SyncMethodOnEventLoopWarning
 from tests.documents import Reader, blocks, links
-from tests.programs import INGRESS, environment, process
+from tests.programs import INGRESS, ROOT, environment, process, run_ingress, run_python
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = blocks(ROOT / "README.md")
 PYTHON = [text for language, text in BLOCKS if language == "python"]
@@ -83,21 +82,13 @@ def test_where_the_first_application_runs_is_printed_and_not_typed(tmp_path: Pat
     (session,) = [text for text in CONSOLE if text.startswith("$ ingress explain")]
     command, _, shown = session.partition("\n")
 
-    done = subprocess.run(
-        [*INGRESS, *shlex.split(command)[2:]],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_ingress(tmp_path, *shlex.split(command)[2:])
 
+    assert done.returncode == 0, done.stderr
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    of_any_machine = [line for line in lines if not re.search(r"^[\d.]+ cores?: ", line)]
-    assert of_any_machine == [
-        line for line in shown.splitlines() if not re.search(r"^[\d.]+ cores?: ", line)
-    ]
+    of_this_machine = re.compile(r"[\d.]+ cores?: ")
+    shown_lines = [line for line in shown.splitlines() if not of_this_machine.match(line)]
+    assert [line for line in lines if not of_this_machine.match(line)] == shown_lines
 
 
 @pytest.mark.thorough
@@ -138,9 +129,7 @@ def test_the_handle_block_runs_as_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "block.py"
     path.write_text(block)
 
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-W", "error", str(path))
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.programs import run_python
 from tests.reliability import figures
 from tests.reliability.page import PAGE, page
-from tests.reliability.promises import ROOT, carriers, promises
+from tests.reliability.promises import carriers, promises
 
 PROMISES = promises()
 
@@ -61,14 +60,8 @@ def test_a_figure_that_misses_its_bar_fails_its_test_and_says_so_on_the_page(
     (tmp_path / "test_it.py").write_text(MEASURED)
     record = tmp_path / "record"
     options = ["-q", "-p", "tests.conftest", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-k", "A01", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), figures.FILE: str(record)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["-m", "pytest", *options, "-k", "A01", str(tmp_path)]
+    ran = run_python(*words, **{figures.FILE: str(record)})
 
     assert "1 failed, 1 passed, 1 deselected" in ran.stdout
     assert "goodput: 0.5, required >= 0.9" in ran.stdout

@@ -167,17 +167,15 @@ def test_the_options_that_the_text_changes_are_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(150)  # it starts a process
 def test_a_changed_file_is_applied_while_the_server_runs(runtime: Path, folder: Path) -> None:
     path = folder / "serve.yaml"
-    command = [*INGRESS, "run", "serve.yaml"]
-    with process(command, folder, environment(folder)) as server:
+    with process([*INGRESS, "run", "serve.yaml"], folder, environment(folder)) as server:
         server.wait_for("Ctrl-C to stop")
         with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE_S) as client:
             before = client.get("/").json()
 
             # The same replica is reconfigured; `pid` and its `id` stay.
             written(path, FILE, ("level: 1", "level: 2"))
-            assert reload(runtime, server) == [
-                "shop: Model: user_config {'level': 1} -> {'level': 2}"
-            ]
+            (line,) = reload(runtime, server)
+            assert line == "shop: Model: user_config {'level': 1} -> {'level': 2}"
             wait_until(lambda: client.get("/").json() == [1, {"level": 2}, *before[2:]])
             assert reload(runtime, server) == []
 
@@ -291,11 +289,8 @@ def test_workers_are_replaced_one_after_another_without_a_lost_request(
         asking = threading.Thread(target=ask)
         asking.start()
         try:
-            change = (
-                "  args: {size: 1}",
-                "  args: {size: 2}\n  runtime_env: {env_vars: {FROM_FILE: x}}",
-            )
-            written(path, FILE, change)
+            more = "args: {size: 2}\n  runtime_env: {env_vars: {FROM_FILE: x}}"
+            written(path, FILE, ("args: {size: 1}", more))
             (line,) = reload(runtime, server)
             assert line == "workers replaced: env_vars, args of application 'shop' changed"
             for _ in range(4):
@@ -324,37 +319,36 @@ def test_changed_options_of_http_replace_the_workers_which_may_move(
     path = folder / "serve.yaml"
     limited = written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 100}")).path
     command = [*INGRESS, "run", limited.name, "--workers", "2"]
-    body: dict[str, Any] = {"content": b"x" * 50, "headers": {"connection": "close"}}
     with process(command, folder, environment(folder)) as server:
         server.wait_for("Ctrl-C to stop")
         url = server.url
-        assert httpx.post(url, **body, trust_env=False).status_code == 200
+        assert post(url) == 200
 
         written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 10}"))
         assert reload(runtime, server) == ["workers replaced: http_options changed"]
-        assert httpx.post(url, **body, trust_env=False).status_code == 413
+        assert post(url) == 413
         assert status(runtime, server)["url"] == url
 
         # An address that cannot be bound changes nothing.
         written(path, FILE, (HTTP, "http_options: {host: 192.0.2.1, port: 0}"))
         with pytest.raises(CommandError, match=r"host must be an address of this machine.*nothing"):
             reload(runtime, server)
-        assert httpx.post(url, **body, trust_env=False).status_code == 413
+        assert post(url) == 413
 
         # Nor does a version whose workers do not start.
         moved = (HTTP, "http_options: {host: 127.0.0.2, port: 0}")
         written(path, FILE, moved, ("size: 1", "size: 1, fails: true"))
         with pytest.raises(CommandError, match="no such model"):
             reload(runtime, server)
-        assert httpx.post(url, **body, trust_env=False).status_code == 413
+        assert post(url) == 413
 
         written(path, FILE, moved)
         assert reload(runtime, server) == ["workers replaced: http_options changed"]
         there = status(runtime, server)["url"]
         assert there.startswith("http://127.0.0.2:")
-        assert httpx.post(there, **body, trust_env=False).status_code == 200
+        assert post(there) == 200
         with pytest.raises(httpx.ConnectError):
-            httpx.post(url, **body, trust_env=False)
+            post(url)
 
 
 @pytest.mark.thorough
@@ -363,28 +357,33 @@ def test_a_server_that_reloads_has_a_control_socket_and_the_new_options_of_http(
     runtime: Path, folder: Path
 ) -> None:
     path = folder / "serve.yaml"
-    body: dict[str, Any] = {"content": b"x" * 50, "headers": {"connection": "close"}}
     command = [*INGRESS, "run", "serve.yaml", "--reload"]
     with process(command, folder, environment(folder)) as server:
         server.wait_for("Ctrl-C to stop")
         url = server.url
         assert status(runtime, server)["url"] == url
-        assert httpx.post(url, **body, trust_env=False).status_code == 200
+        assert post(url) == 200
         with pytest.raises(CommandError, match="restarts by itself"):
             reload(runtime, server)
 
         written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 10}"))
-        wait_until(lambda: answered(url, body) == 413)
+        wait_until(lambda: answered(url) == 413)
         control = RunningServer(server.process.pid, runtime / f"{server.process.pid}.sock")
         assert control.ask("stop", PATIENCE_S) is None
         assert server.wait() == 0
         assert list(runtime.glob("*.sock")) == []
 
 
-def answered(url: str, body: dict[str, Any]) -> int:
-    """Return the status of an answer, 0 while there is none: the process restarts."""
+def post(url: str, timeout_s: float = 5.0) -> int:
+    """Return the status of the answer to a body of 50 bytes."""
+    options: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": timeout_s}
+    return httpx.post(url, content=b"x" * 50, trust_env=False, **options).status_code
+
+
+def answered(url: str) -> int:
+    """Return what `post` does, 0 while there is no answer: the process restarts."""
     try:
-        return httpx.post(url, **body, trust_env=False, timeout=PATIENCE_S).status_code
+        return post(url, PATIENCE_S)
     except httpx.TransportError:
         return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gc
 import threading
 import time
@@ -19,68 +18,49 @@ import ingress as serve
 from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import EventLoopThread, run_blocking
-from ingress.exceptions import (
-    ReplicaUnavailableError,
-    RequestCancelledError,
-    SyncMethodOnEventLoopWarning,
-    UserCodeExit,
-)
+from ingress.exceptions import ReplicaUnavailableError, RequestCancelledError, UserCodeExit
 from ingress.handle import Invocation
 from ingress.serving.replicas.replica import Replica, ReplicaState
 from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.thread_host import ThreadHost
-from ingress.testing import Latch
-from tests.fakes import bind, make_call
-from tests.servers import wait_until
+from tests.fakes import Ledger, bind, make_call, together
+from tests.servers import PATIENCE_S, result, wait_until
 
-PATIENCE_S = 60.0
 D = DeploymentID("D")
-WHO: contextvars.ContextVar[int] = contextvars.ContextVar("who", default=-1)
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        f"ignore::{SyncMethodOnEventLoopWarning.__module__}.{SyncMethodOnEventLoopWarning.__name__}"
-    ),
+    pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
     pytest.mark.usefixtures("shutdown"),
 ]
-
-
-class Latches:
-    """The latches that user code waits for, and those it sets."""
-
-    def __init__(self) -> None:
-        self.started = threading.Event()
-        self.leave = Latch()
-        self.ended = threading.Event()
 
 
 class Model:
     """User code with every kind of callable, held by latches."""
 
-    def __init__(self, latches: Latches) -> None:
+    def __init__(self, latches: Ledger) -> None:
         self.latches = latches
 
     async def wait(self) -> str:
         try:
-            self.latches.started.set()
+            self.latches.entered.set()
             await asyncio.Future()
         finally:
-            self.latches.ended.set()
+            self.latches.closed.set()
         return "never"
 
     async def stubborn(self) -> str:
-        self.latches.started.set()
+        self.latches.entered.set()
         while not self.latches.leave.is_open:
             try:
                 await self.latches.leave
             except asyncio.CancelledError:
-                self.latches.ended.set()
+                self.latches.closed.set()
         return "late"
 
     def block(self) -> str:
-        self.latches.started.set()
+        self.latches.entered.set()
         self.latches.leave.wait()
-        self.latches.ended.set()
+        self.latches.closed.set()
         return "late"
 
     def quick(self) -> str:
@@ -97,16 +77,21 @@ class Rig:
     """A router with one real replica."""
 
     def __init__(
-        self, *, slots: int = 1, in_threads: bool = True, borrowed: EventLoopThread | None = None
+        self,
+        cls: type = Model,
+        *,
+        slots: int = 1,
+        in_threads: bool = True,
+        borrowed: EventLoopThread | None = None,
     ) -> None:
-        self.latches = Latches()
+        self.latches = Ledger()
         self.released: Counter[Call] = Counter()
         self.router = Router(D)
         self.replica = Replica(
             ReplicaID("0", D),
             partial(
                 ThreadHost,
-                func_or_class=Model,
+                func_or_class=cls,
                 bound_app=None,
                 num_cpus=1,
                 sync_in_threadpool=in_threads,
@@ -142,8 +127,8 @@ class Rig:
 
 
 @contextmanager
-def rig(**options: Any) -> Iterator[Rig]:
-    rig = Rig(**options)
+def rig(cls: type = Model, **options: Any) -> Iterator[Rig]:
+    rig = Rig(cls, **options)
     try:
         yield rig
     finally:
@@ -172,7 +157,7 @@ def test_a_slot_comes_back_once_after_an_answer(own: Rig) -> None:
 
 def test_a_call_cancelled_in_the_queue_never_starts(own: Rig) -> None:
     first, second = own.submit("wait"), own.submit("wait")
-    assert own.latches.started.wait(PATIENCE_S)
+    assert own.latches.entered.wait(PATIENCE_S)
     second.cancel()
     first.cancel()
 
@@ -194,27 +179,26 @@ def test_a_call_cancelled_between_its_begin_and_its_first_step_gives_its_slot_ba
 
     own.wait_until_free()
     assert own.released == {call: 1}
-    assert not own.latches.started.is_set()
+    assert not own.latches.entered.is_set()
     after = own.submit("quick")
-    assert after.wait_blocking(PATIENCE_S)
-    assert after.outcome() == "quick"
+    assert (after.wait_blocking(PATIENCE_S), after.outcome()) == (True, "quick")
 
 
 def test_a_call_cancelled_while_it_runs_ends_at_its_await(own: Rig) -> None:
     call = own.submit("wait")
-    assert own.latches.started.wait(PATIENCE_S)
+    assert own.latches.entered.wait(PATIENCE_S)
     call.cancel()
 
-    assert own.latches.ended.wait(PATIENCE_S), "its finally ran"
+    assert own.latches.closed.wait(PATIENCE_S), "its finally ran"
     own.wait_until_free()
     assert own.released == {call: 1}
 
 
 def test_a_call_that_swallows_its_cancellation_keeps_its_slot_until_it_returns(own: Rig) -> None:
     call = own.submit("stubborn")
-    assert own.latches.started.wait(PATIENCE_S)
+    assert own.latches.entered.wait(PATIENCE_S)
     call.cancel()
-    assert own.latches.ended.wait(PATIENCE_S)
+    assert own.latches.closed.wait(PATIENCE_S)
 
     assert own.replica.ongoing == 1
     own.latches.leave.count_down()
@@ -224,7 +208,7 @@ def test_a_call_that_swallows_its_cancellation_keeps_its_slot_until_it_returns(o
 
 def test_a_def_in_a_thread_keeps_its_slot_until_the_thread_is_done(own: Rig) -> None:
     call = own.submit("block")
-    assert own.latches.started.wait(PATIENCE_S)
+    assert own.latches.entered.wait(PATIENCE_S)
     call.cancel()
     waiting = own.submit("quick")
     assert not waiting.wait_blocking(0.03)
@@ -246,11 +230,7 @@ def test_random_cancels_give_every_slot_back_once(own: Rig, switch_interval: Non
             if number % 3 == 0:
                 call.cancel()
 
-    threads = [threading.Thread(target=submit) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    together(*[submit] * 4)
 
     assert all(call.wait_blocking(PATIENCE_S) for call in calls)
     own.wait_until_free()
@@ -270,13 +250,13 @@ def test_user_code_that_cancels_its_own_task_has_failed(own: Rig) -> None:
 
 def test_what_runs_when_a_replica_stops_is_told(own: Rig) -> None:
     call = own.submit("wait")
-    assert own.latches.started.wait(PATIENCE_S)
+    assert own.latches.entered.wait(PATIENCE_S)
     own.router.remove(own.replica)
     own.stop()
 
     with pytest.raises(ReplicaUnavailableError, match="D#0"):
         call.outcome()
-    assert own.latches.ended.is_set()
+    assert own.latches.closed.is_set()
     assert own.released == {call: 1}
 
 
@@ -297,7 +277,7 @@ def test_a_queue_behind_a_dead_replica_is_failed_to_its_end() -> None:
     with rig() as it:
         first = it.submit("wait")
         waiting = [it.submit("quick") for _ in range(3_000)]
-        assert it.latches.started.wait(PATIENCE_S)
+        assert it.latches.entered.wait(PATIENCE_S)
         it.stop()
 
         for call in (first, *waiting):
@@ -334,14 +314,14 @@ def test_stop_is_bounded_when_a_def_is_stuck_on_the_loop_and_says_so(
 ) -> None:
     with rig(in_threads=False) as it:
         call = it.submit("block")
-        assert it.latches.started.wait(PATIENCE_S)
+        assert it.latches.entered.wait(PATIENCE_S)
         begin = time.monotonic()
         it.stop(0.2)
 
         assert time.monotonic() - begin < 3
         assert isinstance(call.error, ReplicaUnavailableError)
         it.latches.leave.count_down()
-        assert it.latches.ended.wait(PATIENCE_S)
+        assert it.latches.closed.wait(PATIENCE_S)
         it.stop()  # the loop may be closing at this moment
         assert it.replica.loop.is_closed()
         assert len([each for each in caplog.records if "did not stop" in each.message]) == 1
@@ -351,14 +331,14 @@ def test_a_stop_goes_on_when_a_lender_ends_the_loop_and_every_task_on_it() -> No
     lender = EventLoopThread("lender")
     with rig(borrowed=lender) as it:
         call = it.submit("stubborn")
-        assert it.latches.started.wait(PATIENCE_S)
+        assert it.latches.entered.wait(PATIENCE_S)
         stopping = threading.Thread(target=it.stop)
         stopping.start()
-        assert it.latches.ended.wait(PATIENCE_S)
-        it.latches.ended.clear()
+        assert it.latches.closed.wait(PATIENCE_S)
+        it.latches.closed.clear()
         ending = threading.Thread(target=lender.stop, args=(PATIENCE_S,))
         ending.start()
-        assert it.latches.ended.wait(PATIENCE_S), "cancelled again, with all the lender has"
+        assert it.latches.closed.wait(PATIENCE_S), "cancelled again, with all the lender has"
         stopping.join(PATIENCE_S)
         assert it.replica.state is ReplicaState.STOPPED
         it.latches.leave.count_down()
@@ -367,46 +347,24 @@ def test_a_stop_goes_on_when_a_lender_ends_the_loop_and_every_task_on_it() -> No
 
 
 def test_a_health_check_that_is_stuck_takes_one_thread_and_no_more() -> None:
-    latches = Latches()
-
-    class Sick:
+    class Sick(Model):
         calls = 0
 
         def check_health(self) -> None:
             Sick.calls += 1
             if Sick.calls > 1:
-                latches.leave.wait()
-
-        def quick(self) -> str:
-            return "quick"
-
-    replica = Replica(
-        ReplicaID("0", D),
-        partial(
-            ThreadHost, func_or_class=Sick, bound_app=None, num_cpus=1, sync_in_threadpool=True
-        ),
-        max_ongoing=1,
-        release=lambda replica, call: None,
-    )
-    control = EventLoopThread("control")
+                self.latches.leave.wait()
 
     async def ask() -> None:
         async with asyncio.timeout(0.02):
-            await replica.check_health()
+            await it.replica.check_health()
 
-    run_blocking(control.loop, replica.start((), {}), PATIENCE_S)
-    for _ in range(20):
-        with pytest.raises(TimeoutError):
-            run_blocking(control.loop, ask(), PATIENCE_S)
-    assert Sick.calls == 2, "once at start, and one that is still there"
-    call = make_call()
-    call.work = Invocation("quick", [], {}, None)
-    replica.submit(call)
-    assert call.wait_blocking(PATIENCE_S)
-
-    latches.leave.count_down()
-    run_blocking(control.loop, replica.stop(PATIENCE_S), PATIENCE_S)
-    assert control.stop(PATIENCE_S)
+    with rig(Sick) as it:
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                run_blocking(it.control.loop, ask(), PATIENCE_S)
+        assert Sick.calls == 2, "once at start, and one that is still there"
+        assert it.submit("quick").wait_blocking(PATIENCE_S)
 
 
 def test_calls_that_each_start_the_next_do_not_keep_all_who_came_before() -> None:
@@ -454,19 +412,12 @@ def _tasks() -> int:
     return sum(type(each) is asyncio.Task and not each.done() for each in gc.get_objects())
 
 
-@pytest.mark.parametrize("separate", ["1", "0"])
-def test_threads_and_tasks_are_at_baseline_after_twenty_starts_and_stops(
-    separate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_and_tasks_are_at_baseline_after_twenty_starts_and_stops(threadpool: str) -> None:
     """File descriptors too: the leak check looks at them after every test."""
-    monkeypatch.setenv("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", separate)
-    monkeypatch.setenv("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", separate)
-    monkeypatch.setenv("RAY_SERVE_RUN_SYNC_IN_THREADPOOL", "1")
     before = threading.active_count(), _tasks()
     for _ in range(20):
         handle = serve.run(bind(Everything), route_prefix=None)
-        assert handle.on_loop.remote().result(timeout_s=PATIENCE_S) == "loop"
-        assert handle.sync.remote().result(timeout_s=PATIENCE_S) == "sync"
+        assert (result(handle.on_loop.remote()), result(handle.sync.remote())) == ("loop", "sync")
         assert list(handle.options(stream=True).items.remote()) == [0, 1, 2]
         serve.shutdown()
 

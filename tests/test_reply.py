@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, File, UploadFile, WebSocket, WebSocketDisconnect
+from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from websockets.exceptions import ConnectionClosed
@@ -23,12 +24,13 @@ from ingress.serving.http.reply import HTTPReply
 from ingress.testing import Latch
 from tests.servers import (
     PATIENCE_S,
+    UPGRADE,
     Connection,
     bind,
     get,
     ongoing,
+    overview,
     served,
-    set_flags,
     steady,
     uvicorn_in_a_thread,
     wait_until,
@@ -38,21 +40,23 @@ MEGABYTE = bytes(range(256)) * 4096
 BUFFER_BYTES = serve.HTTPOptions().body_buffer_bytes
 
 
-@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
-def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_flags(monkeypatch, request.param, sync="1")
-    yield
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("threadpool")
+
+
+def ends(user_code: threading.Event) -> None:
+    """Wait until user code has ended and has given its slot back."""
+    assert user_code.wait(PATIENCE_S), "it still runs"
+    wait_until(lambda: ongoing() == 0)
 
 
 # Bodies.
 
 
 def test_code_that_hears_of_the_disconnect_late_is_not_cancelled_while_it_cleans_up(
-    request: pytest.FixtureRequest,
+    separate: str,
 ) -> None:
     """Its loop did not turn when the client left: cancellation and disconnect wait for it."""
-    if "separate0" in request.node.name:
+    if separate == "0":
         pytest.skip("the server does not hear of the disconnect either")
     began, may_read, ended = Latch(), Latch(), Latch()
     seen: list[str] = []
@@ -73,16 +77,11 @@ def test_code_that_hears_of_the_disconnect_late_is_not_cancelled_while_it_cleans
                 seen.append("cleaned up")
                 ended.count_down()
 
-    def orphans() -> int:
-        replicas = serve.status().applications["default"].deployments["Reading"].replicas
-        return sum(each.orphans for each in replicas)
-
     with Connection(served(bind(Reading))) as client:
-        length = BUFFER_BYTES + 10
-        client.request("/", method="POST", headers=f"Content-Length: {length}\r\n")
+        client.request("/", method="POST", headers=f"Content-Length: {BUFFER_BYTES + 10}\r\n")
         client.send(bytes(BUFFER_BYTES))
         began.wait()
-    wait_until(lambda: orphans() == 1)
+    wait_until(lambda: overview("Reading").replicas[0].orphans == 1)
     may_read.count_down()
     ended.wait()
     assert seen == ["gone", "cleaned up"]
@@ -195,16 +194,9 @@ def test_a_request_whose_body_fits_and_is_not_there_yet_holds_no_slot(
 
 
 def test_expect_100_continue_is_answered_before_the_body() -> None:
-    @serve.deployment
-    async def reader(request: Request) -> bytes:
-        return await request.body()
-
-    with Connection(served(reader.bind())) as connection:
-        connection.request(
-            "/",
-            method="POST",
-            headers="Content-Length: 2\r\nExpect: 100-continue\r\nConnection: close\r\n",
-        )
+    head = "Content-Length: 2\r\nExpect: 100-continue\r\nConnection: close\r\n"
+    with Connection(served(bind(Bodies))) as connection:
+        connection.request("/echo", method="POST", headers=head)
         connection.receive_until(b"100 Continue\r\n\r\n")
         connection.received = b""
         connection.send(b"ab")
@@ -220,25 +212,20 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_slot_back() ->
         try:
             async for _ in request.stream():
                 began.set()
-        except ClientDisconnect:
-            outcome.append("ClientDisconnect")
-            raise
-        except asyncio.CancelledError:
-            outcome.append("CancelledError")
+        except (ClientDisconnect, asyncio.CancelledError):
+            outcome.append("gone")
             raise
         finally:
             ended.set()
         return "whole"
 
-    port = served(reader.bind())
-    with Connection(port) as connection:
+    with Connection(served(reader.bind())) as connection:
         connection.request("/", method="POST", headers=f"Content-Length: {BUFFER_BYTES + 3}\r\n")
         connection.send(b"a" * BUFFER_BYTES)
         assert began.wait(PATIENCE_S)
 
-    assert ended.wait(PATIENCE_S)
-    assert outcome[0] in ("ClientDisconnect", "CancelledError")
-    wait_until(lambda: ongoing() == 0)
+    ends(ended)
+    assert outcome == ["gone"]
 
 
 @pytest.mark.reliability("F06")
@@ -298,15 +285,8 @@ class Stream:
             self.closed.set()
 
 
-SHAPES = [
-    "async-generator",
-    "def-generator",
-    "response-async",
-    "response-def",
-    "fastapi-async",
-    "fastapi-def",
-    "fastapi-middleware",
-]
+SHAPES = ["async-generator", "def-generator", "response-async", "response-def"]
+SHAPES += ["fastapi-async", "fastapi-def", "fastapi-middleware"]
 
 
 def streaming(stream: Stream, shape: str) -> serve.Application:
@@ -354,8 +334,7 @@ def test_a_client_that_leaves_closes_the_generator_it_read(shape: str, end: str)
         if end == "RST":
             connection.reset()
 
-    assert stream.closed.wait(PATIENCE_S), "the generator is still open"
-    wait_until(lambda: ongoing() == 0)
+    ends(stream.closed)
 
 
 @pytest.mark.reliability("A11")
@@ -371,21 +350,18 @@ def test_a_reader_that_does_not_read_suspends_the_producer_and_closes_it_when_it
         assert steady(lambda: stream.made) < 150
         assert not stream.closed.is_set()
 
-    assert stream.closed.wait(PATIENCE_S), "the generator is still open"
-    wait_until(lambda: ongoing() == 0)
+    ends(stream.closed)
 
 
 @pytest.mark.parametrize("shape", ["async-generator", "response-async", "fastapi-middleware"])
 def test_a_client_that_leaves_is_noticed_though_its_body_was_never_read(shape: str) -> None:
     stream = Stream()
     with Connection(served(streaming(stream, shape))) as connection:
-        size = 50_000
-        connection.request("/", method="POST", headers=f"Content-Length: {size}\r\n")
-        connection.send(b"y" * size)
+        connection.request("/", method="POST", headers="Content-Length: 50000\r\n")
+        connection.send(b"y" * 50_000)
         connection.receive_until(b"xxx")
 
-    assert stream.closed.wait(PATIENCE_S), "the generator is still open"
-    wait_until(lambda: ongoing() == 0)
+    ends(stream.closed)
 
 
 def test_a_stream_that_swallows_its_cancellation_ends_when_it_sends() -> None:
@@ -417,15 +393,12 @@ def test_a_stream_that_swallows_its_cancellation_ends_when_it_sends() -> None:
         connection.request("/")
         connection.receive_until(b"xxx")
 
-    assert closed.wait(PATIENCE_S)
-    wait_until(lambda: ongoing() == 0)
+    ends(closed)
 
 
 def test_a_background_task_runs_to_its_end_though_the_client_has_left() -> None:
-    from starlette.background import BackgroundTask
-
-    may_end, outcome = threading.Event(), []
-    ended = threading.Event()
+    may_end, ended = threading.Event(), threading.Event()
+    outcome: list[str] = []
 
     async def background() -> None:
         try:
@@ -483,8 +456,8 @@ def test_what_a_client_that_left_had_sent_does_not_wait_for_the_garbage_collecto
 
 
 def test_a_client_that_leaves_the_queue_never_reaches_a_replica() -> None:
-    may_end, seen = threading.Event(), []
-    began = threading.Event()
+    began, may_end = threading.Event(), threading.Event()
+    seen: list[str] = []
 
     @serve.deployment(max_ongoing_requests=1)
     async def slow(request: Request) -> str:
@@ -493,17 +466,14 @@ def test_a_client_that_leaves_the_queue_never_reaches_a_replica() -> None:
         await asyncio.to_thread(may_end.wait, PATIENCE_S)
         return "done"
 
-    def queued() -> int:
-        return serve.status().applications["default"].deployments["slow"].queued
-
     port = served(slow.bind())
     with Connection(port) as first:
         first.request("/first")
         assert began.wait(PATIENCE_S)
         with Connection(port) as second:
             second.request("/second")
-            wait_until(lambda: queued() == 1)
-        wait_until(lambda: queued() == 0, PATIENCE_S / 4)
+            wait_until(lambda: overview("slow").queued == 1)
+        wait_until(lambda: overview("slow").queued == 0, PATIENCE_S / 4)
         may_end.set()
         assert first.answer().body == b"done"
 
@@ -549,10 +519,6 @@ def sockets(seen: list[Any], closed: threading.Event) -> serve.Application:
             finally:
                 closed.set()
 
-        @app.websocket("/refused")
-        async def refused(self, websocket: WebSocket) -> None:
-            await websocket.close(1008)
-
     return bind(Sockets)
 
 
@@ -565,9 +531,8 @@ def test_a_websocket_echoes_and_sees_its_client_leave() -> None:
             client.send(str(number))
             assert client.recv(timeout=PATIENCE_S) == f"echo {number}"
 
-    assert closed.wait(PATIENCE_S)
+    ends(closed)
     assert seen == [1000]
-    wait_until(lambda: ongoing() == 0)
 
 
 def test_a_websocket_carries_bytes_subprotocols_and_close_codes() -> None:
@@ -583,12 +548,6 @@ def test_a_websocket_carries_bytes_subprotocols_and_close_codes() -> None:
     assert (ended.value.rcvd.code, ended.value.rcvd.reason) == (4001, "enough")
 
 
-UPGRADE = (
-    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-)
-
-
 @pytest.mark.parametrize("end", ["FIN", "RST"])
 @pytest.mark.parametrize("path", ["/echo", "/flood"])
 def test_a_websocket_whose_client_vanishes_gives_its_slot_back(path: str, end: str) -> None:
@@ -601,8 +560,7 @@ def test_a_websocket_whose_client_vanishes_gives_its_slot_back(path: str, end: s
         if end == "RST":
             connection.reset()
 
-    assert closed.wait(PATIENCE_S), "the handler still runs"
-    wait_until(lambda: ongoing() == 0)
+    ends(closed)
 
 
 @pytest.mark.parametrize("end", ["FIN", "RST"])
@@ -648,9 +606,7 @@ def test_a_websocket_whose_client_answers_no_ping_gives_its_slot_back(path: str)
         connection.request(path, headers=UPGRADE)
         connection.receive_until(b"101 Switching Protocols")
 
-        # The client stays, and reads no more.
-        assert closed.wait(PATIENCE_S), "the handler still runs"
-        wait_until(lambda: ongoing() == 0)
+        ends(closed)  # the client stays, and reads no more
 
 
 def test_a_client_that_does_not_read_suspends_a_websocket_that_sends() -> None:

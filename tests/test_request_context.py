@@ -25,9 +25,7 @@ import ingress as serve
 from ingress.core.base.settings import Settings
 from ingress.handle import DeploymentHandle
 from tests.fakes import bind
-from tests.servers import get, served
-
-PATIENCE_S = 60.0
+from tests.servers import PATIENCE_S, get, served
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning"),
@@ -95,31 +93,25 @@ class Parent:
 
 
 @pytest.fixture
-def parent(flags: Settings) -> Iterator[DeploymentHandle]:
-    yield serve.run(bind(Parent, bind(Child)), name="app", route_prefix=None)
-    serve.shutdown()
+def parent(flags: Settings) -> DeploymentHandle:
+    return serve.run(bind(Parent, bind(Child)), name="app", route_prefix=None)
 
 
 def test_a_call_knows_itself_wherever_it_goes(parent: DeploymentHandle) -> None:
     response = parent.options(multiplexed_model_id="m").everywhere.remote()
 
-    assert (
-        response.result(timeout_s=PATIENCE_S)
-        == [
-            {
-                "request_id": response.request_id,
-                "route": "",
-                "app_name": "app",
-                "deployment": "Parent",
-                "replica": "0",
-                "method_name": "everywhere",
-                "multiplexed_model_id": "m",
-                "deadline": None,
-                "is_http_request": False,
-            }
-        ]
-        * 4
-    )
+    expected = {
+        "request_id": response.request_id,
+        "route": "",
+        "app_name": "app",
+        "deployment": "Parent",
+        "replica": "0",
+        "method_name": "everywhere",
+        "multiplexed_model_id": "m",
+        "deadline": None,
+        "is_http_request": False,
+    }
+    assert response.result(timeout_s=PATIENCE_S) == [expected] * 4
 
 
 def test_def_and_generators_know_it_too(parent: DeploymentHandle) -> None:
@@ -134,9 +126,8 @@ def test_outside_of_a_request_it_is_empty_and_never_none(parent: DeploymentHandl
     assert serve.get_request_context() == serve.RequestContext()
     assert serve.get_batch_request_contexts() == []
     constructed = parent.constructed.remote().result(timeout_s=PATIENCE_S)
-    assert constructed == dataclasses.asdict(
-        serve.RequestContext(app_name="app", deployment="Parent", replica="0")
-    )
+    expected = serve.RequestContext(app_name="app", deployment="Parent", replica="0")
+    assert constructed == dataclasses.asdict(expected)
 
 
 def test_it_cannot_be_changed() -> None:
@@ -279,11 +270,8 @@ def test_where_no_route_is_found_it_is_the_prefix(client: TestClient) -> None:
 
 
 def test_children_have_request_id_route_and_application_of_the_request(client: TestClient) -> None:
-    response = client.get(
-        "/children/3", headers={"x-request-id": "mine", "serve_multiplexed_model_id": "m"}
-    )
-
-    child, grandchild = response.json()
+    headers = {"x-request-id": "mine", "serve_multiplexed_model_id": "m"}
+    child, grandchild = client.get("/children/3", headers=headers).json()
     assert child == {
         "request_id": "mine",
         "route": "/children/{number}",
@@ -327,7 +315,6 @@ class Plain:
 
 
 def test_the_prefix_of_the_application_is_part_of_it(flags: Settings) -> None:
-    serve.start({"port": 0})
     port = served(bind(Web, bind(Child)), name="web", route_prefix="/api")
     serve.run(bind(Plain), name="plain", route_prefix="/plain")
     assert b'"route":"/api/items/{item_id}","app_name":"web"' in get(port, "/api/items/3").body
@@ -345,10 +332,8 @@ class Entrance:
 def test_in_another_application_it_still_names_the_one_that_was_asked(flags: Settings) -> None:
     serve.run(bind(Child), name="other", route_prefix=None)
     port = served(bind(Entrance), name="asked", route_prefix="/asked")
-    body = get(port, "/asked").body
-    serve.shutdown()
-
-    assert b'"route":"/asked","app_name":"asked","deployment":"Child"' in body
+    answer = get(port, "/asked")
+    assert b'"route":"/asked","app_name":"asked","deployment":"Child"' in answer.body
 
 
 class Ballast:
@@ -398,10 +383,8 @@ def test_eight_replicas_never_mix_up_their_requests(flags: Settings, switch_inte
     sent = []
     for number in range(600):
         method = ("on_loop", "in_def", "items")[number % 3]
-        options = handle.options(
-            method_name=method, multiplexed_model_id=str(number), stream=method == "items"
-        )
-        sent.append((str(number), method, options.remote()))
+        named = handle.options(method_name=method, multiplexed_model_id=str(number))
+        sent.append((str(number), method, named.options(stream=method == "items").remote()))
     for model_id, method, response in sent:
         (found,) = response if method == "items" else [response.result(timeout_s=PATIENCE_S)]
         first, second, tag = found

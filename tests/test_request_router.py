@@ -26,7 +26,7 @@ from ingress.request_router import (
 )
 from ingress.testing import Latch
 from tests.fakes import together
-from tests.servers import bind, served, wait_until
+from tests.servers import bind, overview, served, wait_until
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -62,20 +62,13 @@ def latch() -> Iterator[Latch]:
 def run(router: Any, *, limit: int = -1, replicas: int = 4, **kwargs: Any) -> Any:
     routing = {"request_router_class": router, "request_router_kwargs": kwargs}
     model: Any = Model
-    return serve.run(
-        model.options(
-            request_router_config=routing, max_queued_requests=limit, num_replicas=replicas
-        ).bind(),
-        route_prefix=None,
-    )
+    options = {"max_queued_requests": limit, "num_replicas": replicas}
+    target = model.options(request_router_config=routing, **options).bind()
+    return serve.run(target, route_prefix=None)
 
 
 def queued() -> int:
-    return serve.status().applications["default"].deployments["Model"].queued
-
-
-def wait_until_queued(count: int) -> None:
-    wait_until(lambda: queued() == count)
+    return overview("Model").queued
 
 
 class Chosen(RequestRouter):
@@ -136,7 +129,7 @@ def test_calls_that_wait_are_cancelled_refused_and_ended_as_others_are(latch: La
     handle = run(Chosen, limit=1)
     there = handle.options(session_id="1")
     holding = [there.hold.remote() for _ in range(2)]
-    wait_until(lambda: serve.status().applications["default"].deployments["Model"].requests == 2)
+    wait_until(lambda: overview("Model").requests == 2)
     wait_until(lambda: queued() == 0)
     for tag in "023":
         holding += [handle.options(session_id=tag).hold.remote() for _ in range(2)]
@@ -279,7 +272,7 @@ def test_strict_affinity_waits_and_the_default_falls_back_to_the_next(latch: Lat
     for fallback, count in ((0, 1), (2, 3)):
         handle = run(ConsistentHashRouter, num_fallback_replicas=fallback).options(session_id="s")
         responses = [handle.hold.remote() for _ in range(7)]
-        wait_until_queued(7 - 2 * count)
+        wait_until(lambda count=count: queued() == 7 - 2 * count)  # type: ignore[misc]
         latch.count_down()
         assert len({each.result() for each in responses}) == count
         latch = Gate.latch = Latch()

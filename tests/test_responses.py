@@ -21,9 +21,7 @@ from tests.servers import PATIENCE_S, Connection, bind, get, overview, served, s
 
 
 @pytest.fixture(
-    autouse=True,
-    params=["01", "10"],
-    ids=lambda flags: f"sync{flags[0]}-separate{flags[1]}",
+    autouse=True, params=["01", "10"], ids=lambda flags: f"sync{flags[0]}-separate{flags[1]}"
 )
 def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sync, separate = request.param
@@ -76,11 +74,8 @@ def test_a_return_value_has_the_content_type_ray_gives_it_and_a_length() -> None
     port = served(bind(Returns))
     for name, (_, content_type, body) in RETURNED.items():
         answer = get(port, f"/{name}")
-        assert (answer.status, answer.headers.get("content-type"), answer.body) == (
-            200,
-            content_type,
-            body,
-        ), name
+        seen = answer.status, answer.headers.get("content-type"), answer.body
+        assert seen == (200, content_type, body), name
         assert answer.headers["content-length"] == str(len(body)), name
         assert answer.is_complete
 
@@ -291,8 +286,7 @@ def test_back_pressure_names_the_option_to_raise_and_is_answered_as_configured(
 
 @pytest.mark.parametrize("parent", ["plain", "fastapi"])
 def test_back_pressure_of_a_child_is_that_of_its_parent(parent: str) -> None:
-    may_end = threading.Event()
-    running = threading.Event()
+    running, may_end = threading.Event(), threading.Event()
 
     @serve.deployment(
         max_ongoing_requests=1,

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -46,7 +46,6 @@ from tests.servers import (
     get,
     ongoing,
     served,
-    set_flags,
     wait_until,
 )
 
@@ -109,20 +108,17 @@ def test_the_law_holds_for_every_failure(
         assert asked == []
 
 
+def pause_s(attempt: int, chance: float) -> float | None:
+    """Return the pause after an attempt that did not start, by default."""
+    failure = Failure(attempt, may_have_started=False)
+    return retries.pause_s(failure, max_retries=10, deadline=None, now=0.0, chance=chance)
+
+
 # The guide: "By default, the Serve HTTP proxy retries up to 10 times", "Ray Serve does exponential
 # backoff for retries."
 def test_a_request_that_did_not_start_is_sent_on_as_often_as_is_configured_at_once_first() -> None:
-    def pause(attempt: int) -> float | None:
-        return retries.pause_s(
-            Failure(attempt, may_have_started=False),
-            max_retries=10,
-            deadline=None,
-            now=0.0,
-            chance=0.5,
-        )
-
     expected = [0.0, 0.025, 0.05, 0.1, 0.2, *[0.25] * 5, None]
-    assert [pause(attempt) for attempt in range(1, 12)] == pytest.approx(expected)
+    assert [pause_s(attempt, 0.5) for attempt in range(1, 12)] == pytest.approx(expected)
 
 
 @pytest.mark.reliability("A07", "D04")
@@ -172,17 +168,7 @@ def test_pauses_are_spread_over_their_whole_range() -> None:
     """Full jitter: uniform, by a Kolmogorov-Smirnov distance that chance exceeds once in 10^6."""
     count = 5_000
     chance = random.Random(7)
-    pauses = sorted(
-        retries.pause_s(
-            Failure(5, may_have_started=False),
-            max_retries=10,
-            deadline=None,
-            now=0.0,
-            chance=chance.random(),
-        )
-        or 0.0
-        for _ in range(count)
-    )
+    pauses = sorted(pause_s(5, chance.random()) or 0.0 for _ in range(count))
     top = retries.longest_pause_s(5)
     distance = max(abs(pause / top - number / count) for number, pause in enumerate(pauses))
 
@@ -316,8 +302,7 @@ def test_a_call_that_rests_is_refused_at_once_when_the_deployment_stops() -> Non
 def test_a_call_whose_deadline_is_before_the_next_try_is_told_at_once() -> None:
     later = Later()
     router, replicas = over_gone_replicas(later=later)
-    call = make_call()
-    call.metadata = call.metadata._replace(deadline=time.monotonic() - 1)
+    call = make_call(left_s=-1)
     router.assign(call)
     (replica,) = [each for each in replicas if each.arriving]
     replica.deliver(call)
@@ -526,16 +511,15 @@ def test_what_a_stuck_replica_has_not_begun_runs_once_on_another(way: str) -> No
     for name, call in enumerate(calls):
         call.work = Invocation("count", [name], {}, None)
 
-    def submit() -> None:
-        assign(router, *calls)
+    submit = partial(assign, router, *calls)
 
     async def block(then: Callable[[], None]) -> None:
         then()
         ledger.entered.set()
         ledger.leave.wait()
 
-    run_blocking(control.loop, stuck.start((ledger,), {}), PATIENCE_S)
-    run_blocking(control.loop, other.start((ledger,), {}), PATIENCE_S)
+    for replica in (stuck, other):
+        run_blocking(control.loop, replica.start((ledger,), {}), PATIENCE_S)
     router.add(stuck)
     is_arriving = way == "in-its-mailbox"
     blocked = asyncio.run_coroutine_threadsafe(
@@ -564,11 +548,29 @@ def test_what_a_stuck_replica_has_not_begun_runs_once_on_another(way: str) -> No
 # Over HTTP.
 
 
-@pytest.fixture(params=["0", "1"], ids=["separate0", "separate1"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param, sync="1")
-    yield request.param
-    serve.shutdown()
+def endless(ledger: Ledger, **options: Any) -> Any:
+    """Return an application whose requests never end."""
+
+    @serve.deployment(**options)
+    async def wait(request: Request) -> None:
+        ledger.enter(request.url.path)
+        await asyncio.Future()
+
+    return wait.bind()
+
+
+def slow_at_first(attempts: dict[str, list[str]]) -> Any:
+    """Return an application that answers the second attempt at a path; list their replicas."""
+
+    @serve.deployment(num_replicas=2)
+    async def answer(request: Request) -> str:
+        tags = attempts.setdefault(request.url.path, [])
+        tags.append(serve.get_replica_context().replica_tag)
+        if len(tags) < 2:
+            await asyncio.Future()
+        return "second"
+
+    return answer.bind()
 
 
 def send(port: int, method: str, path: str = "/", headers: str = "", body: bytes = b"") -> Any:
@@ -583,7 +585,7 @@ def send(port: int, method: str, path: str = "/", headers: str = "", body: bytes
 @pytest.mark.reliability("B21")
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_requests_that_race_the_end_of_a_replica_lose_nothing_and_run_once(
-    method: str, separate: str, switch_interval: None
+    method: str, threadpool: str, switch_interval: None
 ) -> None:
     ledger = Ledger()
 
@@ -607,16 +609,10 @@ def test_requests_that_race_the_end_of_a_replica_lose_nothing_and_run_once(
 
 @pytest.mark.reliability("B09")
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_by_default_what_has_run_is_never_sent_again(method: str, separate: str) -> None:
+def test_by_default_what_has_run_is_never_sent_again(method: str, threadpool: str) -> None:
     """Not after a timeout, and not after the death of its replica."""
     ledger = Ledger()
-
-    @serve.deployment(num_replicas=2)
-    async def wait(request: Request) -> None:
-        ledger.enter(request.url.path)
-        await asyncio.Future()
-
-    port = served(wait.bind())
+    port = served(endless(ledger, num_replicas=2))
     assert send(port, method, "/late", "x-request-timeout-seconds: 0.1\r\n").status == 408
     with Connection(port) as connection:
         connection.request("/cut", method=method, headers="Connection: close\r\n")
@@ -631,47 +627,28 @@ LISTED: dict[str, Any] = {"retry_started_methods": ["GET", "PUT"]}
 
 # The guide: "set an end-to-end timeout, so slow requests can be terminated and retried at another
 # replica."
-def test_a_listed_method_is_tried_again_when_an_attempt_is_too_slow(separate: str) -> None:
-    ledger = Ledger()
-    where: list[str] = []
-
-    @serve.deployment(num_replicas=2)
-    async def slow_at_first(request: Request) -> str:
-        where.append(serve.get_replica_context().replica_tag)
-        if ledger.enter(request.headers["x-request-id"]) < 2:
-            await asyncio.Future()
-        return "second"
-
-    port = served(slow_at_first.bind(), request_timeout_s=0.1, **LISTED)
+def test_a_listed_method_is_tried_again_when_an_attempt_is_too_slow(threadpool: str) -> None:
+    attempts: dict[str, list[str]] = {}
+    port = served(slow_at_first(attempts), request_timeout_s=0.1, **LISTED)
     answer = send(port, "GET", headers="x-request-id: r-1\r\n")
 
     assert (answer.status, answer.body) == (200, b"second")
     assert answer.headers["x-request-id"] == "r-1"
-    assert ledger.runs == {"r-1": 2}
+    assert len(attempts["/"]) == 2
     wait_until(lambda: ongoing() == 0)
 
 
-def test_another_replica_is_preferred_for_another_attempt(separate: str) -> None:
+def test_another_replica_is_preferred_for_another_attempt(threadpool: str) -> None:
     """The first is as idle as the others, once it has cancelled its call."""
-    ledger = Ledger()
-    where: dict[str, list[str]] = {}
-
-    @serve.deployment(num_replicas=2)
-    async def slow_at_first(request: Request) -> str:
-        path = request.url.path
-        where.setdefault(path, []).append(serve.get_replica_context().replica_tag)
-        if ledger.enter(path) < 2:
-            await asyncio.Future()
-        return "second"
-
-    port = served(slow_at_first.bind(), request_timeout_s=0.05, **LISTED)
+    attempts: dict[str, list[str]] = {}
+    port = served(slow_at_first(attempts), request_timeout_s=0.05, **LISTED)
     for number in range(10):
         assert send(port, "GET", f"/{number}").status == 200
 
-    assert all(sorted(tags) == ["0", "1"] for tags in where.values()), where
+    assert all(sorted(tags) == ["0", "1"] for tags in attempts.values()), attempts
 
 
-def test_three_attempts_at_most_and_then_the_408_is_final(separate: str) -> None:
+def test_three_attempts_at_most_and_then_the_408_is_final(threadpool: str) -> None:
     ledger = Ledger()
 
     @serve.deployment(num_replicas=2, max_ongoing_requests=2)
@@ -683,11 +660,10 @@ def test_three_attempts_at_most_and_then_the_408_is_final(separate: str) -> None
     port = served(slow.bind(), request_timeout_s=0.1, **LISTED)
     begin = time.monotonic()
     answer = send(port, "GET")
-    took_s = time.monotonic() - begin
 
+    assert time.monotonic() - begin >= 0.29
     assert answer.status == 408
     assert answer.body.endswith(b"timed out after 0.1s.")
-    assert took_s >= 0.29
     assert send(port, "POST").status == 408
     assert ledger.runs == {"GET": 3, "POST": 1}, "the slots of three attempts are taken still"
     assert ongoing() == 4
@@ -696,42 +672,28 @@ def test_three_attempts_at_most_and_then_the_408_is_final(separate: str) -> None
     assert ledger.most_running == 4
 
 
-def test_a_listed_method_is_tried_again_when_its_replica_dies(separate: str) -> None:
-    ledger = Ledger()
-
-    @serve.deployment(num_replicas=2)
-    async def wait_at_first(request: Request) -> str:
-        if ledger.enter(request.method) < 2:
-            await asyncio.Future()
-        return "second"
-
-    port = served(wait_at_first.bind(), **LISTED)
-    with Connection(port) as connection:
-        connection.request("/", headers="Connection: close\r\n")
-        assert ledger.entered.wait(PATIENCE_S)
+def test_a_listed_method_is_tried_again_when_its_replica_dies(threadpool: str) -> None:
+    attempts: dict[str, list[str]] = {}
+    with Connection(served(slow_at_first(attempts), **LISTED)) as connection:
+        connection.request("/")
+        wait_until(lambda: attempts)
         end_a_replica(lambda replica: replica.ongoing == 1)
         assert connection.answer().body == b"second"
-    assert ledger.runs == {"GET": 2}
+    assert len(attempts["/"]) == 2
 
 
-def test_the_clients_own_limit_bounds_all_attempts_together(separate: str) -> None:
+def test_the_clients_own_limit_bounds_all_attempts_together(threadpool: str) -> None:
     ledger = Ledger()
-
-    @serve.deployment
-    async def slow(request: Request) -> None:
-        ledger.enter(request.method)
-        await asyncio.Future()
-
-    port = served(slow.bind(), request_timeout_s=30, **LISTED)
+    port = served(endless(ledger), request_timeout_s=30, **LISTED)
     begin = time.monotonic()
 
     assert send(port, "GET", headers="x-request-timeout-seconds: 0.1\r\n").status == 408
     assert time.monotonic() - begin < 10
-    assert ledger.runs == {"GET": 1}
+    assert ledger.runs == {"/": 1}
 
 
 @pytest.mark.reliability("B09")
-def test_a_response_that_has_begun_is_cut_and_not_tried_again(separate: str) -> None:
+def test_a_response_that_has_begun_is_cut_and_not_tried_again(threadpool: str) -> None:
     ledger = Ledger()
 
     @serve.deployment
@@ -750,7 +712,7 @@ def test_a_response_that_has_begun_is_cut_and_not_tried_again(separate: str) -> 
     assert ledger.runs == {"GET": 1}
 
 
-def test_a_body_is_sent_again_if_it_is_at_hand_whole(separate: str) -> None:
+def test_a_body_is_sent_again_if_it_is_at_hand_whole(threadpool: str) -> None:
     ledger = Ledger()
 
     @serve.deployment(num_replicas=2)
@@ -777,7 +739,7 @@ def test_a_body_is_sent_again_if_it_is_at_hand_whole(separate: str) -> None:
 
 
 @pytest.mark.parametrize("error", [TimeoutError, "timeout", "gone"], ids=str)
-def test_errors_of_user_code_are_never_tried_again(error: Any, separate: str) -> None:
+def test_errors_of_user_code_are_never_tried_again(error: Any, threadpool: str) -> None:
     """Not even if they have a type of `ingress`."""
     ledger = Ledger()
 
@@ -794,12 +756,10 @@ def test_errors_of_user_code_are_never_tried_again(error: Any, separate: str) ->
     assert ledger.runs == {"GET": 1}
 
 
-def test_a_request_that_ends_in_a_later_attempt_says_how_long_it_had_in_all(separate: str) -> None:
-    @serve.deployment(num_replicas=2)
-    async def slow(request: Request) -> None:
-        await asyncio.Future()
-
-    port = served(slow.bind(), request_timeout_s=0.4, **LISTED)
+def test_a_request_that_ends_in_a_later_attempt_says_how_long_it_had_in_all(
+    threadpool: str,
+) -> None:
+    port = served(endless(Ledger(), num_replicas=2), request_timeout_s=0.4, **LISTED)
     answer = send(port, "GET", "/", "x-request-timeout-seconds: 0.7\r\n")
 
     assert answer.status == 408
@@ -807,26 +767,20 @@ def test_a_request_that_ends_in_a_later_attempt_says_how_long_it_had_in_all(sepa
 
 
 @pytest.mark.reliability("A07")
-def test_a_storm_of_timeouts_is_retried_within_the_budget(separate: str) -> None:
+def test_a_storm_of_timeouts_is_retried_within_the_budget(threadpool: str) -> None:
     ledger = Ledger()
-
-    @serve.deployment(max_ongoing_requests=1_000)
-    async def slow(request: Request) -> None:
-        ledger.enter(request.method)
-        await asyncio.Future()
-
-    port = served(slow.bind(), request_timeout_s=0.05, **LISTED)
+    port = served(endless(ledger, max_ongoing_requests=1_000), request_timeout_s=0.05, **LISTED)
     with ThreadPoolExecutor(32) as clients:
         statuses = [each.status for each in clients.map(lambda _: send(port, "GET"), range(200))]
 
     # A call that waited for a busy event loop is shed, since such calls never end in time.
     assert set(statuses) <= {408, 503}
     begun = statuses.count(408)
-    assert begun < ledger.runs["GET"] <= begun + 100 + 40, "100 for the last 10 s, 20 % of 200"
+    assert begun < ledger.runs["/"] <= begun + 100 + 40, "100 for the last 10 s, 20 % of 200"
 
 
 def test_with_retries_set_to_0_what_was_turned_away_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch, separate: str
+    monkeypatch: pytest.MonkeyPatch, threadpool: str
 ) -> None:
     monkeypatch.setenv(MAX_RETRIES, "0")
 

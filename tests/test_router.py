@@ -30,16 +30,14 @@ from ingress.exceptions import (
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeAdmission, FakeReplica, assign, bind, make_call, together
-from tests.servers import ROUNDS
+from tests.servers import PATIENCE_S, ROUNDS
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
-PATIENCE_S = 60.0
 
-
-def routed(*slots: int, max_queued: int = -1) -> tuple[Router, list[FakeReplica]]:
+def routed(*slots: int, max_queued: int = -1, name: str = "D") -> tuple[Router, list[FakeReplica]]:
     """Return a router over fake replicas with the given numbers of slots."""
-    router = Router(DeploymentID("D"), max_queued)
+    router = Router(DeploymentID(name), max_queued)
     replicas = [FakeReplica(router, count) for count in slots]
     for replica in replicas:
         router.add(replica)
@@ -94,10 +92,7 @@ def test_admission_is_exact_in_a_burst(switch_interval: None) -> None:
     router, replicas = routed(5, 5, 10, max_queued=queue)
     calls = [make_call() for _ in range(slots + queue + 50)]
 
-    def submit(part: list[Call]) -> None:
-        assign(router, *part)
-
-    together(*(partial(submit, calls[first::10]) for first in range(10)))
+    together(*(partial(assign, router, *calls[first::10]) for first in range(10)))
 
     assert sum(len(each.running) for each in replicas) == slots
     assert router.num_queued == queue
@@ -532,8 +527,8 @@ TestRouterMachine.settings = settings(
 # Cycles.
 
 
-def wait_as(waiter: Call, call: Call) -> threading.Thread:
-    """Wait for `call` in the user code of `waiter`, in a thread."""
+def blocked_by(waiter: Call, call: Call) -> threading.Thread:
+    """Wait for `call` in the user code of `waiter`, in a thread; return once it waits."""
 
     def wait() -> None:
         CURRENT_CALL.set(waiter)
@@ -541,12 +536,6 @@ def wait_as(waiter: Call, call: Call) -> threading.Thread:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    return thread
-
-
-def blocked_by(waiter: Call, call: Call) -> threading.Thread:
-    """Start `wait_as`; return once the waiting has begun."""
-    thread = wait_as(waiter, call)
     while call not in waiter.waits_for and thread.is_alive():
         thread.join(0.001)
     return thread
@@ -554,16 +543,12 @@ def blocked_by(waiter: Call, call: Call) -> threading.Thread:
 
 def test_two_chains_that_wait_for_each_other_are_a_cycle_too() -> None:
     """No call waits for a slot of its own ancestors here; A -> B and B -> A meet."""
-    routers = {name: Router(DeploymentID(name)) for name in "AB"}
-    replicas = {name: FakeReplica(router, 1) for name, router in routers.items()}
-    for name, router in routers.items():
-        router.add(replicas[name])
+    router_a, (replica_a,) = routed(1, name="A")
+    router_b, (replica_b,) = routed(1, name="B")
     a, b = make_call("A"), make_call("B")
     a_in_b, b_in_a = make_call("B"), make_call("A")
-    routers["A"].assign(a)
-    routers["B"].assign(b)
-    routers["B"].assign(a_in_b)
-    routers["A"].assign(b_in_a)
+    assign(router_a, a, b_in_a)
+    assign(router_b, b, a_in_b)
     threads = [blocked_by(a, a_in_b)]
     assert not a_in_b.settled, "b may still end"
     threads.append(blocked_by(b, b_in_a))
@@ -571,12 +556,12 @@ def test_two_chains_that_wait_for_each_other_are_a_cycle_too() -> None:
     assert isinstance(b_in_a.error, RequestCycleError)
     assert "A -> B -> A" in str(b_in_a.error)
     assert not a_in_b.settled
-    replicas["B"].finish(b)
-    assert a_in_b in replicas["B"].running
-    replicas["B"].finish(a_in_b)
+    replica_b.finish(b)
+    assert a_in_b in replica_b.running
+    replica_b.finish(a_in_b)
     for thread in threads:
         thread.join(PATIENCE_S)
-    replicas["A"].finish(a)
+    replica_a.finish(a)
 
 
 def test_no_call_is_failed_as_long_as_one_holder_can_end() -> None:
@@ -632,23 +617,20 @@ def test_a_call_is_stuck_if_one_of_its_arguments_is() -> None:
 
 def test_a_cycle_that_a_late_await_closes_is_found() -> None:
     """b awaits its child in A first; only then a awaits b."""
-    routers = {name: Router(DeploymentID(name)) for name in "AB"}
-    replicas = {name: FakeReplica(router, 1) for name, router in routers.items()}
-    for name, router in routers.items():
-        router.add(replicas[name])
+    router_a, (replica_a,) = routed(1, name="A")
+    router_b, (replica_b,) = routed(1, name="B")
     a, b, again = make_call("A"), make_call("B"), make_call("A")
-    routers["A"].assign(a)
-    routers["B"].assign(b)
-    routers["A"].assign(again)
+    assign(router_a, a, again)
+    router_b.assign(b)
     threads = [blocked_by(b, again)]
     assert not again.settled, "a does not wait for b, and will end"
     threads.append(blocked_by(a, b))
 
     assert isinstance(again.error, RequestCycleError)
-    replicas["B"].finish(b)
+    replica_b.finish(b)
     for thread in threads:
         thread.join(PATIENCE_S)
-    replicas["A"].finish(a)
+    replica_a.finish(a)
 
 
 def test_a_cycle_that_is_seen_once_only_was_none() -> None:
@@ -704,8 +686,7 @@ class Ping:
             handle = serve.get_deployment_handle("Ping").options(stream=True, method_name="items")
             return [item async for item in handle.remote()]
         if how == "argument":
-            first = serve.get_deployment_handle("Ping").remote("end")
-            return await self.pong.remote(first)
+            return await self.pong.remote(serve.get_deployment_handle("Ping").remote("end"))
         if how == "unawaited argument":
             first = serve.get_deployment_handle("Ping").remote("end")
             kept.append(self.pong.remote(first))
@@ -799,7 +780,6 @@ def test_thirty_two_clients_on_eight_recursive_slots_all_get_an_answer() -> None
         return await asyncio.gather(*calls, return_exceptions=True)
 
     answers = asyncio.run(main())
-    serve.shutdown()
 
     assert len(answers) == 32
     assert all(answer == 3 or isinstance(answer, RequestCycleError) for answer in answers)

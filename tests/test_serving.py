@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -24,8 +23,9 @@ from starlette.types import Message, Scope
 
 import ingress as serve
 from ingress import testing
-from tests.programs import INGRESS, UVICORN, environment, process, write_module
-from tests.servers import PATIENCE_S, bind, get, wait_until
+from tests.asgi_helpers import request
+from tests.programs import INGRESS, UVICORN, environment, process, run_ingress, write_module
+from tests.servers import PATIENCE_S, bind, get, served, wait_until
 
 APP = """
 from fastapi import FastAPI, Request
@@ -166,6 +166,13 @@ def test_a_constructor_that_fails_ends_the_server_with_its_traceback(
 # In this process, each way twice.
 
 
+async def answers(application: Any, *paths: str) -> list[httpx.Response]:
+    """Ask for all these paths at once, in this process."""
+    transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        return await asyncio.gather(*map(client.get, paths))
+
+
 def greeting(name: str = "you") -> serve.Application:
     app = FastAPI()
 
@@ -188,10 +195,7 @@ def greeting(name: str = "you") -> serve.Application:
 
 
 def by_run(application: serve.Application) -> list[str]:
-    serve.start({"port": 0})
-    serve.run(application)
-    (url,) = serve.status().proxies
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{served(application)}") as client:
         found = [client.get(path).json() for path in ("/def", "/async")]
     serve.shutdown()
     return found
@@ -213,12 +217,7 @@ def by_client_without(application: serve.Application) -> list[str]:
 
 
 def by_transport(application: serve.Application) -> list[str]:
-    async def ask(path: str) -> str:
-        transport = httpx.ASGITransport(application)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return str((await client.get(path)).json())
-
-    return [asyncio.run(ask("/def")), asyncio.run(ask("/async"))]
+    return [asyncio.run(answers(application, each))[0].json() for each in ("/def", "/async")]
 
 
 def by_mount(application: serve.Application) -> list[str]:
@@ -270,15 +269,7 @@ def test_the_first_requests_start_it_once(separate: str) -> None:
         async def __call__(self) -> str:
             return "x"
 
-    application = bind(Counted)
-
-    async def ask() -> set[str]:
-        transport = httpx.ASGITransport(application)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            answers = await asyncio.gather(*(client.get("/") for _ in range(30)))
-        return {answer.text for answer in answers}
-
-    assert asyncio.run(ask()) == {"x"}
+    assert [each.text for each in asyncio.run(answers(bind(Counted), *["/"] * 30))] == ["x"] * 30
     assert len(made) == 3
 
 
@@ -308,15 +299,10 @@ def test_a_start_that_fails_fails_all_who_wait_and_is_tried_again(separate: str)
         asyncio.get_running_loop().call_soon(all_wait.set)  # every request waits now
         return await asyncio.gather(*comers, return_exceptions=True)
 
-    async def ask(count: int) -> list[int]:
-        transport = httpx.ASGITransport(application, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            answers = await asyncio.gather(*(client.get("/") for _ in range(count)))
-        return [answer.status_code for answer in answers]
-
     failures = asyncio.run(come_first(5))
     assert [str(failure.__cause__) for failure in failures] == ["not yet"] * 5
-    assert asyncio.run(ask(5)) == [200] * 5
+    found = asyncio.run(answers(application, *["/"] * 5))
+    assert [each.status_code for each in found] == [200] * 5
     assert len(attempts) == 2
 
 
@@ -396,16 +382,7 @@ async def test_a_failed_start_is_answered_as_the_lifespan_protocol_says(separate
 @pytest.mark.anyio
 async def test_a_scope_without_asgi_is_served(separate: str) -> None:
     application = greeting()
-    sent: list[Message] = []
-
-    async def receive() -> dict[str, object]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "GET", "path": "/async", "headers": [], "query_string": b""}
-    await application(scope, receive, send)
+    sent, _ = await request(application, "/async")
     await application.aclose()
 
     assert [sent[0]["status"], sent[1]["body"]] == [200, b'"hi you"']
@@ -413,7 +390,6 @@ async def test_a_scope_without_asgi_is_served(separate: str) -> None:
 
 def test_a_server_that_went_without_a_word_does_not_hang_the_next(separate: str) -> None:
     application = greeting()
-
     tasks: list[asyncio.Future[None]] = []
 
     async def start_and_die() -> None:
@@ -508,15 +484,11 @@ def test_two_applications_that_start_at_once_have_two_names(separate: str) -> No
 
     applications = [bind(Same), bind(Same)]
 
-    async def ask(application: serve.Application) -> str:
-        transport = httpx.ASGITransport(application)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return (await client.get("/")).text
+    async def ask_both() -> list[list[httpx.Response]]:
+        return await asyncio.gather(*(answers(each, "/") for each in applications))
 
-    async def ask_both() -> list[str]:
-        return await asyncio.gather(*(ask(application) for application in applications))
-
-    assert sorted(asyncio.run(ask_both())) == ["default", "default_1"]
+    found = [answer.text for (answer,) in asyncio.run(ask_both())]
+    assert sorted(found) == ["default", "default_1"]
     for application in applications:
         asyncio.run(application.aclose())
 
@@ -557,17 +529,10 @@ def test_worker_processes_have_sockets_of_their_own_and_share_connections(folder
 @pytest.mark.thorough
 @pytest.mark.parametrize("extra", [[], ["--workers", "2"], ["--reload"]])
 def test_a_port_that_worker_processes_have_is_taken(folder: Path, extra: list[str]) -> None:
-    command = [*INGRESS, "run", "app:hello", "--port"]
-    with process([*command, "0", "--workers", "2"], folder, environment(folder)) as server:
+    run = ["run", "app:hello", "--port"]
+    with process([*INGRESS, *run, "0", "--workers", "2"], folder, environment(folder)) as server:
         server.wait_for("is ready at")
-        second = subprocess.run(
-            [*command, str(server.port), *extra],
-            cwd=folder,
-            env=environment(folder),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
+        second = run_ingress(folder, *run, str(server.port), *extra)
 
         (line,) = second.stderr.splitlines()
         assert f"Failed to bind to address '127.0.0.1:{server.port}': Address already in" in line

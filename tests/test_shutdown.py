@@ -328,13 +328,11 @@ async def lambda_app() -> str:
 
 
 def test_replacing_an_application_does_not_touch_the_requests_of_the_new_one(separate: str) -> None:
-    may_end = threading.Event()
-    began = threading.Event()
+    began, may_end = threading.Event(), threading.Event()
 
     def version(number: int) -> serve.Application:
         @serve.deployment(name="app", graceful_shutdown_timeout_s=0.5)
         async def app(request: Request) -> str:
-
             if request.url.path == "/wait":
                 began.set()
                 assert await asyncio.to_thread(may_end.wait, PATIENCE_S)

@@ -104,6 +104,7 @@ def slow(doors: Doors, kind: str = "def", **options: Any) -> Any:
     return bind(StartsUp)
 
 
+RUN = [*INGRESS, "run", "app:model", "--port"]
 KINDS = ["def", "async def", "serial", "lifespan"]
 
 
@@ -132,13 +133,13 @@ class Running:
         return self
 
 
-def in_time(operation: Callable[[], Any], bound_s: float = BOUND_S) -> Any:
+def in_time(operation: Callable[[], Any]) -> Any:
     """Return the result of an operation. Fails if it exceeds the bound."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(operation()), daemon=True)
     thread.start()
-    thread.join(bound_s)
-    assert not thread.is_alive(), f"blocks for more than {bound_s} s"
+    thread.join(BOUND_S)
+    assert not thread.is_alive(), f"blocks for more than {BOUND_S} s"
     return results[0]
 
 
@@ -330,7 +331,7 @@ def test_what_is_being_deleted_is_listed_as_deleting(doors: Doors) -> None:
         return serve.status().applications["default"].status
 
     wait_until(lambda: status() is ApplicationStatus.DELETING)
-    model = serve.status().applications["default"].deployments["Model"]
+    model = overview("Model")
     assert (model.status, model.status_trigger) == (DeploymentStatus.UPDATING, "DELETING")
     doors.leave.count_down()
     assert response.result(timeout_s=PATIENCE_S) == "held"
@@ -648,9 +649,8 @@ def test_from_the_moment_it_listens_no_path_of_what_starts_is_a_404(tmp_path: Pa
     os.mkfifo(tmp_path / "gate")  # to open it for reading waits for a writer
     write_module(tmp_path, "app", HANGS.replace(HANG, 'open("gate").close()'))
     port = free_port()
-    command = [*INGRESS, "run", "app:model", "--port", str(port)]
     answers: list[int] = []
-    with process(command, tmp_path, environment(tmp_path)), httpx.Client() as client:
+    with process([*RUN, str(port)], tmp_path, environment(tmp_path)), httpx.Client() as client:
 
         def ask() -> set[int]:
             try:
@@ -676,8 +676,7 @@ ONE_IS_SLOW = HANGS.replace(HANG, f"serve.get_replica_context().replica_tag == '
 
 def test_what_starts_is_told_in_lines_when_there_is_news(tmp_path: Path) -> None:
     write_module(tmp_path, "app", ONE_IS_SLOW)
-    command = [*INGRESS, "run", "app:model", "--port", "0"]
-    with process(command, tmp_path, environment(tmp_path)) as server:
+    with process([*RUN, "0"], tmp_path, environment(tmp_path)) as server:
         server.wait_for(r"starting Model \(1 of 2 replicas\) \.\.\. \d+\.\d s\n")
         time.sleep(1.0)
         assert server.output.count("starting Model (1 of 2") == 1, "that is no news"
@@ -686,19 +685,16 @@ def test_what_starts_is_told_in_lines_when_there_is_news(tmp_path: Path) -> None
 def test_what_starts_is_told_on_a_terminal_in_one_line_with_the_time(tmp_path: Path) -> None:
     write_module(tmp_path, "app", ONE_IS_SLOW)
     terminal, theirs = os.openpty()
-    command = [*INGRESS, "run", "app:model", "--port", "0"]
     environ = {**environment(tmp_path), "TERM": "xterm"}
     server = subprocess.Popen(
-        command, cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+        [*RUN, "0"], cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
     try:
         shown = ""
+        line = re.compile(r"starting Model \(1 of 2 replicas\) \.\.\. (\d+\.\d) s\r")
         deadline = time.monotonic() + PATIENCE_S
-        while (
-            len(set(re.findall(r"starting Model \(1 of 2 replicas\) \.\.\. (\d+\.\d) s\r", shown)))
-            < 3
-        ):
+        while len(set(line.findall(shown))) < 3:
             assert time.monotonic() < deadline, shown
             shown += os.read(terminal, 4096).decode()
         live = shown[shown.index("starting Model") : shown.rindex("starting Model")]
@@ -712,15 +708,12 @@ def test_what_starts_is_told_on_a_terminal_in_one_line_with_the_time(tmp_path: P
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such file here")
 def test_a_start_goes_on_where_nothing_can_be_printed(tmp_path: Path) -> None:
-    silent = ONE_IS_SLOW.replace('print("constructing", flush=True)', "pass")
-    write_module(tmp_path, "app", silent)
+    write_module(tmp_path, "app", ONE_IS_SLOW.replace('print("constructing", flush=True)', "pass"))
     port = free_port()
-    command = [*INGRESS, "run", "app:model", "--port", str(port)]
+    command, environ = [*RUN, str(port)], environment(tmp_path)
     with (
         open("/dev/full", "w") as full,
-        subprocess.Popen(
-            command, cwd=tmp_path, env=environment(tmp_path), stdout=full, stderr=full
-        ) as server,
+        subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=full, stderr=full) as server,
     ):
         try:
             wait_until(lambda: answers(port) == 503)
@@ -752,11 +745,7 @@ def test_after_ten_seconds_what_still_constructs_is_named_with_its_line(
 ) -> None:
     write_module(tmp_path, "app", source)
     line = 1 + ONE_IS_SLOW.split(HANG)[0].count("\n")
-    command = [*INGRESS, "run", "app:model", "--port", "0"]
-    with process(command, tmp_path, environment(tmp_path)) as server:
+    with process([*RUN, "0"], tmp_path, environment(tmp_path)) as server:
         wait_until(lambda: "still starting" in server.output, 45)
-        says = (
-            r"application 'default' is still starting after 10 s: Model#1 at "
-            rf"\S*app.py:{line} in Model"
-        )
-        assert re.search(says, server.output), server.output
+        says = r"application 'default' is still starting after 10 s: Model#1 at \S*app.py"
+        assert re.search(rf"{says}:{line} in Model", server.output), server.output

@@ -15,14 +15,9 @@ from starlette.requests import Request
 import ingress as serve
 from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, bind, get, overview, served, set_flags, wait_until
+from tests.servers import PATIENCE_S, bind, get, overview, served, wait_until
 
-
-@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param, sync="1")
-    yield request.param
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("threadpool")
 
 
 def test_status_has_the_shape_of_ray() -> None:

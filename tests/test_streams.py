@@ -10,7 +10,7 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import closing
 from contextvars import ContextVar
 from typing import Any
@@ -29,7 +29,17 @@ from ingress.core.base.settings import Settings
 from ingress.core.calls.channel import MAX_BYTES
 from ingress.core.calls.loops import EventLoopThread, run_blocking
 from tests.conformance.observe import Gate, here
-from tests.servers import PATIENCE_S, ROUNDS, Connection, bind, get, ongoing, served, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    ROUNDS,
+    Connection,
+    bind,
+    get,
+    ongoing,
+    served,
+    steady,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -51,14 +61,15 @@ def http_scope(path: str) -> dict[str, Any]:
     }
 
 
-def asking() -> Callable[[], Any]:
-    """Return the `receive` of a request without a body, whose client stays."""
+def asking(left: asyncio.Event | None = None) -> Callable[[], Any]:
+    """Return the `receive` of a request without a body, whose client stays until it has left."""
     messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive() -> Any:
-        if not messages:
-            await asyncio.Event().wait()
-        return messages.pop()
+        if messages:
+            return messages.pop()
+        await (left or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
 
     return receive
 
@@ -75,7 +86,7 @@ class Events(StreamingResponse):
 
 
 def over_http(shape: str, make: Callable[[], Any]) -> serve.Application:
-    """Return an application that answers with `make()`, a sync iterator or generator."""
+    """Return an application that answers `/{shape}` with `make()`, a sync iterator."""
     if shape == "call":
 
         @serve.deployment
@@ -102,47 +113,34 @@ def over_http(shape: str, make: Callable[[], Any]) -> serve.Application:
     @serve.deployment
     @serve.ingress(app)
     class Endpoints:
-        if shape == "def":
+        @app.get("/def")
+        def sync(self) -> Response:
+            return StreamingResponse(make())
 
-            @app.get("/")
-            def sync(self) -> Response:
-                return StreamingResponse(make())
+        @app.get("/subclass")
+        async def events(self) -> Response:
+            return Events(make())
 
-        elif shape == "subclass":
+        @app.get("/lines")
+        def lines(self) -> Iterator[str]:
+            yield from make()
 
-            @app.get("/")
-            async def events(self) -> Response:
-                return Events(make())
+        @app.get("/lines-dependency")
+        def more_lines(self, given: int = Depends(dependency)) -> Iterator[str]:
+            yield from make()
 
-        elif shape == "lines":
+        @app.get("/raw", response_class=StreamingResponse)
+        def raw(self) -> Iterator[str]:
+            yield from make()
 
-            @app.get("/")
-            def lines(self) -> Iterator[str]:
-                yield from make()
+        @app.get("/sse", response_class=sse.EventSourceResponse)
+        def sse(self) -> Iterator[str]:
+            yield from make()
 
-        elif shape == "lines-dependency":
-
-            @app.get("/")
-            def more_lines(self, given: int = Depends(dependency)) -> Iterator[str]:
-                yield from make()
-
-        elif shape == "raw":
-
-            @app.get("/", response_class=StreamingResponse)
-            def raw(self) -> Iterator[str]:
-                yield from make()
-
-        elif shape == "sse":
-
-            @app.get("/", response_class=sse.EventSourceResponse)
-            def sse(self) -> Iterator[str]:
-                yield from make()
-
-        else:
-
-            @app.get("/")
-            async def on_loop(self) -> Response:
-                return StreamingResponse(make())
+        @app.get("/async")
+        @app.get("/middleware")
+        async def on_loop(self) -> Response:
+            return StreamingResponse(make())
 
     return bind(Endpoints)
 
@@ -185,15 +183,13 @@ def test_a_sync_generator_keeps_one_worker_and_one_context_until_it_is_closed_th
             places.append(threading.current_thread().name)
 
     port = served(over_http(shape, items))
-    body = httpx.get(f"http://127.0.0.1:{port}/").text
+    body = httpx.get(f"http://127.0.0.1:{port}/{shape}").text
 
     for number in range(100):
         assert f"{number}" in body
-    assert len(places) == 101
-    assert len(set(places)) == 1
+    assert places == [places[0]] * 101
     assert "#0-worker-" in places[0]
-    assert {who for who, _ in contexts} == {"mine"}
-    assert len(set(contexts)) == 1
+    assert contexts == [("mine", contexts[0][1])] * 100
 
 
 @all_shapes
@@ -207,7 +203,7 @@ def test_the_first_chunk_has_left_before_the_second_is_made(shape: str) -> None:
         yield "second"
 
     with Connection(served(over_http(shape, items))) as connection:
-        connection.request("/")
+        connection.request(f"/{shape}")
         connection.receive_until(b"first")
         gate.wait_for(1)
         assert b"second" not in connection.received
@@ -229,7 +225,7 @@ def chunks_of(raw: bytes) -> list[bytes]:
 @pytest.mark.usefixtures("separate")
 def test_each_item_is_a_chunk_of_its_own(shape: str) -> None:
     with Connection(served(over_http(shape, lambda: (f"<{n}>" for n in range(50))))) as connection:
-        connection.request("/")
+        connection.request(f"/{shape}")
         chunks = chunks_of(connection.receive_all())
 
     assert [re.findall(rb"<(\d+)>", each) for each in chunks] == [[b"%d" % n] for n in range(50)]
@@ -251,13 +247,12 @@ def test_a_client_that_leaves_closes_a_generator_endpoint_in_its_thread(shape: s
             closed.set()
 
     with Connection(served(over_http(shape, items)), receive_buffer=4096) as connection:
-        connection.request("/")
+        connection.request(f"/{shape}")
         connection.receive_until(b"xxx")
         assert not closed.is_set()
 
     assert closed.wait(PATIENCE_S)
-    assert len(places) == 2
-    assert len(set(places)) == 1
+    assert places == [places[0]] * 2
     wait_until(lambda: ongoing() == 0)
 
 
@@ -285,7 +280,6 @@ def test_what_is_no_generator_streams_from_a_worker_too_and_a_file_stays_open() 
     with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
         for path in ("/list", "/iterable", "/map", "/file"):
             assert client.get(path).text == "one\ntwo\n"
-
     assert set(places) == {"thread Iterators#0-worker"}
     assert not file.closed
 
@@ -333,7 +327,7 @@ def test_a_generator_that_fails_half_way_cuts_the_stream(
     port = served(over_http(shape, items))
     for _ in range(2):  # and the server goes on
         with Connection(port) as connection:
-            connection.request("/")
+            connection.request(f"/{shape}")
             answer = connection.answer()
         assert b"first" in answer.body or not answer.body
         assert not answer.is_complete
@@ -356,7 +350,7 @@ def test_a_response_that_is_never_begun_leaves_its_generator_closed(shape: str) 
     async def send(message: Any) -> None:
         raise ConnectionResetError
 
-    asyncio.run(application(http_scope("/"), asking(), send))
+    asyncio.run(application(http_scope(f"/{shape}"), asking(), send))
 
     wait_until(lambda: all(each.gi_frame is None for each in made))
 
@@ -374,7 +368,7 @@ def test_what_a_generator_raises_when_it_is_closed_is_in_the_log(
             raise ValueError("from the finally")
 
     with Connection(served(over_http(shape, items)), receive_buffer=4096) as connection:
-        connection.request("/")
+        connection.request(f"/{shape}")
         connection.receive_until(b"xxx")
 
     def logged() -> list[logging.LogRecord]:
@@ -413,17 +407,9 @@ def test_an_async_generator_that_never_awaits_blocks_no_request_and_ends_with_it
             return StreamingResponse(endless())
 
         @app.get("/lines")
-        async def lines(self) -> AsyncIterator[str]:
-            async for item in endless():
-                yield item
-
         @app.get("/events", response_class=sse.EventSourceResponse)
-        async def events(self) -> AsyncIterator[str]:
-            async for item in endless():
-                yield item
-
         @app.get("/raw", response_class=StreamingResponse)
-        async def raw(self) -> AsyncIterator[str]:
+        async def items(self) -> AsyncIterator[str]:
             async for item in endless():
                 yield item
 
@@ -485,14 +471,15 @@ class Producer:
         self.places: list[str] = []
         self.closed = threading.Event()
 
-    def _begin(self) -> None:
-        self.made = 0
-        self.places = [here()]
-        self.closed.clear()
-
-    def _end(self) -> None:
+    def numbers(self) -> Generator[int]:
         self.places.append(here())
-        self.closed.set()
+        try:
+            for number in itertools.count():
+                self.made += 1
+                yield number
+        finally:
+            self.places.append(here())
+            self.closed.set()
 
 
 def chain(first: Producer, kind: str) -> serve.Application:
@@ -500,17 +487,11 @@ def chain(first: Producer, kind: str) -> serve.Application:
 
     class SyncLast:
         def __call__(self) -> Iterator[int]:
-            first._begin()
-            try:
-                for number in itertools.count():
-                    first.made += 1
-                    yield number
-            finally:
-                first._end()
+            yield from first.numbers()
 
     class AsyncLast:
         async def __call__(self) -> AsyncIterator[int]:
-            with closing(SyncLast.__call__(self)) as numbers:  # type: ignore[arg-type, type-var]
+            with closing(first.numbers()) as numbers:
                 for number in numbers:
                     yield number
 
@@ -537,19 +518,12 @@ def test_a_chain_of_three_is_suspended_by_its_last_consumer_and_ends_with_it(
     first = Producer()
     handle = serve.run(chain(first, kind), route_prefix=None).options(stream=True)
 
-    def steady() -> int:
-        before = -1
-        while before != first.made:
-            before = first.made
-            threading.Event().wait(0.05)
-        return before
-
     stream = handle.remote()
     assert [next(stream) for _ in range(3)] == [0, 1, 2]
     # Each of three deployments buffers at most one channel, a worker thread one more.
-    assert steady() <= 4 * 17 + 3
+    assert steady(lambda: first.made, 0.05) <= 4 * 17 + 3
     assert [next(stream) for _ in range(500)] == list(range(3, 503))
-    assert steady() <= 4 * 17 + 503
+    assert steady(lambda: first.made, 0.05) <= 4 * 17 + 503
     assert not first.closed.is_set()
     if end == "cancel":
         stream.cancel()
@@ -558,8 +532,7 @@ def test_a_chain_of_three_is_suspended_by_its_last_consumer_and_ends_with_it(
         gc.collect()
 
     assert first.closed.wait(PATIENCE_S), "the producer is still open"
-    assert len(first.places) == 2
-    assert len(set(first.places)) == 1
+    assert first.places == [first.places[0]] * 2
 
 
 @pytest.mark.usefixtures("separate")
@@ -614,7 +587,7 @@ class Plan:
         self.made += size
         return bytes([number % 256]) * size
 
-    def sync(self) -> Iterator[bytes]:
+    def sync(self) -> Generator[bytes]:
         self.began.append(threading.current_thread().name)
         try:
             for number in range(len(self.sizes)):
@@ -623,7 +596,7 @@ class Plan:
             self.closed.append(threading.current_thread().name)
 
     async def on_loop(self) -> AsyncIterator[bytes]:
-        with closing(self.sync()) as chunks:  # type: ignore[type-var]
+        with closing(self.sync()) as chunks:
             for chunk in chunks:
                 yield chunk
 
@@ -682,14 +655,6 @@ def test_a_stream_is_a_prefix_whole_unless_cut_bounded_and_closed_once_where_it_
         left = asyncio.Event()
         received = 0
 
-        messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
-
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
         async def send(message: Any) -> None:
             nonlocal is_complete, received
             if message["type"] != "http.response.body":
@@ -705,7 +670,7 @@ def test_a_stream_is_a_prefix_whole_unless_cut_bounded_and_closed_once_where_it_
                 await asyncio.sleep(0.002)
 
         try:
-            await APPLICATION(http_scope("/sync" if is_sync else "/async"), receive, send)
+            await APPLICATION(http_scope("/sync" if is_sync else "/async"), asking(left), send)
         except ZeroDivisionError:
             assert raises_at is not None
 
@@ -717,8 +682,7 @@ def test_a_stream_is_a_prefix_whole_unless_cut_bounded_and_closed_once_where_it_
     fails = raises_at is not None and raises_at < len(sizes)
     assert whole.startswith(body)
     if not has_left and not fails:
-        assert is_complete
-        assert len(body) == len(whole)
+        assert (is_complete, len(body)) == (True, len(whole))
     if fails:
         assert not is_complete
     largest = max(sizes, default=0)

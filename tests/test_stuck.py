@@ -216,23 +216,22 @@ def socket_begun(port: int) -> str:
     return str(raised.value.rcvd)
 
 
+BEGUN = [call_begun, stream_begun, get_begun, response_begun, socket_begun]
+ENDS = [*["Replica Holding#0"] * 3, "200 b'0' False", "1012 (service restart)"]
+
+
 @pytest.mark.reliability("B07")
 def test_requests_that_have_begun_on_a_stuck_loop_end_and_the_one_that_holds_it_goes_on(
     gates: Gates,
 ) -> None:
-    kinds = [call_begun, stream_begun, get_begun, response_begun, socket_begun]
-    gates.has_begun = Latch(len(kinds), timeout_s=PATIENCE_S)
+    gates.has_begun = Latch(len(BEGUN), timeout_s=PATIENCE_S)
     port = served(holding(gates, grace_s=0.5))
-    with ThreadPoolExecutor(len(kinds)) as threads:
-        asked = [threads.submit(ask, port) for ask in kinds]
+    with ThreadPoolExecutor(len(BEGUN)) as threads:
+        asked = [threads.submit(ask, port) for ask in BEGUN]
         gates.has_begun.wait()
         held = serve.get_deployment_handle("Holding", "default").hold.remote()
         ends = [each.result(PATIENCE_S) for each in asked]
-    assert [each.partition(" of ")[0] for each in ends] == [
-        *["Replica Holding#0"] * 3,
-        "200 b'0' False",
-        "1012 (service restart)",
-    ]
+    assert [each.partition(" of ")[0] for each in ends] == ENDS
     assert repr(held).endswith("pending)")
     gates.may_turn.set()
 
@@ -514,22 +513,17 @@ def test_requests_of_a_process_that_is_stuck_go_elsewhere_or_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WEDGED_AFTER_S, "1")  # a process shows four times a second that it turns
-    begun = [call_begun, stream_begun, get_begun, response_begun, socket_begun]
     waiting = [by_call, by_stream, by_get, by_post]
     port = served(bind(process_stuck_app.Holding, tmp_path))
-    with ThreadPoolExecutor(len(begun + waiting)) as threads:
-        ends = [threads.submit(ask, port) for ask in begun]
-        wait_until(lambda: len(begun_in(tmp_path)) == len(begun))
+    with ThreadPoolExecutor(len(BEGUN + waiting)) as threads:
+        ends = [threads.submit(ask, port) for ask in BEGUN]
+        wait_until(lambda: len(begun_in(tmp_path)) == len(BEGUN))
         held = serve.get_deployment_handle("Holding", "default").hold.remote()
-        wait_until(lambda: len(begun_in(tmp_path)) == len(begun) + 1)
+        wait_until(lambda: len(begun_in(tmp_path)) == len(BEGUN) + 1)
         answers = [threads.submit(ask, port) for ask in waiting]
 
         assert [each.result(PATIENCE_S) for each in answers] == ["1", "1", '"1"', "\"1 {'a': 1}\""]
-        assert [each.result(PATIENCE_S).partition(" of ")[0] for each in ends] == [
-            *["Replica Holding#0"] * 3,
-            "200 b'0' False",
-            "1012 (service restart)",
-        ]
+        assert [each.result(PATIENCE_S).partition(" of ")[0] for each in ends] == ENDS
     with pytest.raises(ReplicaUnavailableError, match="is stuck, and another takes its place"):
         result(held)
 

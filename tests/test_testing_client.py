@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,7 +24,7 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.core.base.settings import SYNC_IN_THREADPOOL
 from ingress.testing import TestClient
-from tests.programs import UVICORN, environment, process, write_module
+from tests.programs import UVICORN, environment, process, run_python, write_module
 from tests.servers import bind, set_flags
 
 
@@ -57,6 +55,9 @@ def greeter(greeting: str = "hello") -> serve.Application:
             return f"{self.greeting}, {name}"
 
     return bind(Greeter, bind(Loud))
+
+
+either = pytest.mark.parametrize("make", [StarletteClient, TestClient], ids=["starlettes", "ours"])
 
 
 def names_of_threads() -> list[str]:
@@ -97,27 +98,15 @@ def test_what_the_lifespan_of_a_user_does_is_done() -> None:
 
     @serve.deployment
     @serve.ingress(app)
-    class App:
-        pass
+    class App: ...
 
     with TestClient(bind(App)):
         assert events == ["began"]
     assert events == ["began", "ended"]
 
 
-MOUNTED: dict[str, Any] = {
-    "mounted": lambda app: Starlette(routes=[Mount("/v1", app)]),
-    "mounted in a mounted app": lambda app: Starlette(
-        routes=[Mount("/v1", Starlette(routes=[Mount("/", app)]))]
-    ),
-    "mounted behind a middleware": lambda app: Starlette(
-        routes=[Mount("/v1", GZipMiddleware(app))]
-    ),
-    "in a router that is included": lambda app: included(app),
-    "the app itself behind a middleware": lambda app: TrustedHostMiddleware(
-        Starlette(routes=[Mount("/v1", app)])
-    ),
-}
+def mounted(application: Any, path: str = "/v1") -> Starlette:
+    return Starlette(routes=[Mount(path, application)])
 
 
 def included(application: serve.Application) -> FastAPI:
@@ -125,6 +114,15 @@ def included(application: serve.Application) -> FastAPI:
     router.mount("/v1", application)
     app.include_router(router)
     return app
+
+
+MOUNTED: dict[str, Any] = {
+    "mounted": mounted,
+    "mounted in a mounted app": lambda app: mounted(mounted(app, "/")),
+    "mounted behind a middleware": lambda app: mounted(GZipMiddleware(app)),
+    "in a router that is included": included,
+    "the app itself behind a middleware": lambda app: TrustedHostMiddleware(mounted(app)),
+}
 
 
 @pytest.mark.parametrize("make", MOUNTED.values(), ids=MOUNTED)
@@ -206,7 +204,7 @@ def test_one_client_leaves_what_another_ones_lifespan_has() -> None:
     application = greeter()
 
     with TestClient(application) as first:
-        with TestClient(Starlette(routes=[Mount("/v1", application)])) as second:
+        with TestClient(mounted(application)) as second:
             assert second.handle.say.remote("you").result() == "hello, you"
         assert first.handle.say.remote("you").result() == "hello, you"
 
@@ -298,7 +296,7 @@ os._exit(0)
 
 @pytest.mark.usefixtures("separate", "switch_interval")
 @pytest.mark.parametrize("path", ["/waits", "/ends", "/echo"])
-@pytest.mark.parametrize("make", [StarletteClient, TestClient], ids=["starlettes", "ours"])
+@either
 def test_a_client_that_leaves_a_handler_behind_middleware_is_not_cancelled_itself(
     path: str, make: type[StarletteClient]
 ) -> None:
@@ -309,7 +307,7 @@ def test_a_client_that_leaves_a_handler_behind_middleware_is_not_cancelled_itsel
 
 
 @pytest.mark.usefixtures("switch_interval")
-@pytest.mark.parametrize("make", [StarletteClient, TestClient], ids=["starlettes", "ours"])
+@either
 @pytest.mark.parametrize("fails", ["after the disconnect", "before"])
 def test_a_handler_ends_and_its_error_is_raised_in_the_test_that_leaves_it(
     fails: str, make: type[StarletteClient]
@@ -364,9 +362,8 @@ def test_a_server_answers_500_where_the_client_raises(tmp_path: Path) -> None:
 
 def output_of(script: str) -> list[str]:
     """Return the words of a program's output."""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python("-c", script)
+    assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 

@@ -14,7 +14,7 @@ import ingress as serve
 from ingress.core.calls.loops import EventLoopThread, run_blocking
 from ingress.testing import Latch, TestClient, leak_check
 from tests.fakes import together
-from tests.servers import bind, set_flags, turns, wait_until
+from tests.servers import bind, turns, wait_until
 
 
 @pytest.fixture
@@ -113,11 +113,7 @@ def test_a_latch_that_counts_nothing_is_refused() -> None:
         Latch(0)
 
 
-@pytest.mark.parametrize("separate", ["0", "1"], ids=["separate0", "separate1"])
-def test_a_test_and_its_handler_wait_for_each_other(
-    separate: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_flags(monkeypatch, separate, sync="1")
+def test_a_test_and_its_handler_wait_for_each_other(threadpool: str) -> None:
     began, go = Latch(2), Latch()
 
     @serve.deployment

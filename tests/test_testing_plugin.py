@@ -8,7 +8,6 @@ import os
 import tomllib
 from collections.abc import AsyncIterator
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -23,14 +22,9 @@ from ingress.observe.inspection import explain
 from ingress.testing import Latch, TestClient
 from ingress.testing.comparison import Moved, Run, differences, moved
 from ingress.testing.observation import Observer, shortened
-from tests.servers import bind, served, set_flags
+from tests.servers import ROOT, bind, served, set_flags
 
 pytest_plugins = ("pytester",)
-
-# Each test starts processes that run tests.
-pytestmark = pytest.mark.timeout(180)
-
-ROOT = Path(__file__).parents[1]
 
 SHOP = """
     import time, uuid
@@ -116,6 +110,11 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+def shows(result: pytest.RunResult, *lines: str) -> None:
+    """Fail unless the output has lines that match these, in this order."""
+    result.stdout.fnmatch_lines(lines)
+
+
 def test_a_check_then_act_race_is_found_by_the_users_own_test(run: Any) -> None:
     result = run(
         """
@@ -128,18 +127,17 @@ def test_a_check_then_act_race_is_found_by_the_users_own_test(run: Any) -> None:
 
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, failed=1, warnings=1)
-    result.stdout.fnmatch_lines(
-        [
-            "*test_one_is_sold_once?flag0? PASSED*",
-            "*test_one_is_sold_once?flag1? FAILED*",
-            "*RAY_SERVE_RUN_SYNC_IN_THREADPOOL: 0 and 1*",
-            "on the event loop at 0, and at 1, as the flag says:",
-            "  Stock.buy: threadpool, ? calls at once",
-            "DIFFERS test_it.py::test_one_is_sold_once",
-            "  passed at 0; failed at 1: assert ? == 1",
-            "  POST /buy: only at 0:*200 'false'; only at 1:*200 'true'",
-            "tests at 0 and at 1: 1; that differ: 1",
-        ]
+    shows(
+        result,
+        "*test_one_is_sold_once?flag0? PASSED*",
+        "*test_one_is_sold_once?flag1? FAILED*",
+        "*RAY_SERVE_RUN_SYNC_IN_THREADPOOL: 0 and 1*",
+        "on the event loop at 0, and at 1, as the flag says:",
+        "  Stock.buy: threadpool, ? calls at once",
+        "DIFFERS test_it.py::test_one_is_sold_once",
+        "  passed at 0; failed at 1: assert ? == 1",
+        "  POST /buy: only at 0:*200 'false'; only at 1:*200 'true'",
+        "tests at 0 and at 1: 1; that differ: 1",
     )
 
 
@@ -154,11 +152,10 @@ def test_a_race_that_no_assertion_notices_is_found_by_its_answers(run: Any) -> N
 
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=2, warnings=1)
-    result.stdout.fnmatch_lines(
-        [
-            "DIFFERS test_it.py::test_all_are_answered?1?",
-            "  POST /buy: only at 0:*200 'false'; only at 1:*200 'true'",
-        ]
+    shows(
+        result,
+        "DIFFERS test_it.py::test_all_are_answered?1?",
+        "  POST /buy: only at 0:*200 'false'; only at 1:*200 'true'",
     )
 
 
@@ -172,12 +169,11 @@ def test_answers_that_are_never_the_same_are_no_finding(run: Any) -> None:
 
     assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "at 0 again, because answers differ",
-            "never the same, at 0 either: test_it.py::test_a_receipt: GET /receipt",
-            "tests at 0 and at 1: 1; that differ: 0",
-        ]
+    shows(
+        result,
+        "at 0 again, because answers differ",
+        "never the same, at 0 either: test_it.py::test_a_receipt: GET /receipt",
+        "tests at 0 and at 1: 1; that differ: 0",
     )
 
 
@@ -201,13 +197,12 @@ def test_an_answer_that_depends_on_the_tests_before_is_compared_all_the_same(run
         """
     )
 
-    result.stdout.fnmatch_lines(
-        [
-            "DIFFERS test_it.py::test_what_was_sold",
-            "  GET /sold: only at 0: 200 '1'; only at 1: 200 '?'",
-            "never the same, at 0 either: test_it.py::test_a_receipt: GET /receipt",
-            "tests at 0 and at 1: 3; that differ: 2",
-        ]
+    shows(
+        result,
+        "DIFFERS test_it.py::test_what_was_sold",
+        "  GET /sold: only at 0: 200 '1'; only at 1: 200 '?'",
+        "never the same, at 0 either: test_it.py::test_a_receipt: GET /receipt",
+        "tests at 0 and at 1: 3; that differ: 2",
     )
 
 
@@ -220,8 +215,8 @@ def test_a_method_that_was_never_called_twice_at_once_is_not_said_to_be_safe(run
     )
 
     assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(
-        ["  Stock.count: threadpool, never two at once, so no test shows whether it is safe*"]
+    shows(
+        result, "  Stock.count: threadpool, never two at once, so no test shows whether it is safe*"
     )
 
 
@@ -313,18 +308,17 @@ def test_answers_over_every_way_and_warnings_are_compared(run: Any) -> None:
 
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert result.parseoutcomes()["passed"] == 2
-    result.stdout.fnmatch_lines(
-        [
-            "DIFFERS test_it.py::test_all",
-            "  GET /status: only at 0: 418 *; only at 1: 419 *",
-            "  GET /stream: only at 0: 200 'loop'; only at 1: 200 'thread'",
-            "  WebSocket /socket: only at 0: accepted 'loop*'; only at 1: accepted 'thread*'",
-            "  Where.fails(): only at 0: raised ValueError: loop; only at 1: *Error: thread",
-            "  Where.many() item: only at 0: 'loop'; only at 1: 'thread'",
-            "  Where.one(): only at 0: 'loop'; only at 1: 'thread'",
-            "  only at 0: UserWarning: not for loops (test_it.py:*)",
-            "  only at 1: UserWarning: not for threads (test_it.py:*)",
-        ]
+    shows(
+        result,
+        "DIFFERS test_it.py::test_all",
+        "  GET /status: only at 0: 418 *; only at 1: 419 *",
+        "  GET /stream: only at 0: 200 'loop'; only at 1: 200 'thread'",
+        "  WebSocket /socket: only at 0: accepted 'loop*'; only at 1: accepted 'thread*'",
+        "  Where.fails(): only at 0: raised ValueError: loop; only at 1: *Error: thread",
+        "  Where.many() item: only at 0: 'loop'; only at 1: 'thread'",
+        "  Where.one(): only at 0: 'loop'; only at 1: 'thread'",
+        "  only at 0: UserWarning: not for loops (test_it.py:*)",
+        "  only at 1: UserWarning: not for threads (test_it.py:*)",
     )
 
 
@@ -343,7 +337,7 @@ def test_what_is_no_test_function_runs_once(run: Any) -> None:
     )
 
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["tests at 0 only, *: 1", "tests at 0 and at 1: 1; that differ: 0"])
+    shows(result, "tests at 0 only, *: 1", "tests at 0 and at 1: 1; that differ: 0")
 
 
 @pytest.mark.thorough
@@ -361,14 +355,12 @@ def test_processes_of_xdist_are_compared_too(run: Any) -> None:
     )
 
     result.assert_outcomes(passed=3, failed=1, warnings=1)
-    result.stdout.fnmatch_lines(
-        [
-            "DIFFERS test_it.py::test_a_receipt",
-            "DIFFERS test_it.py::test_one_is_sold_once",
-            "  passed at 0; failed at 1: assert ? == 1",
-            "not run at 0 again: some of these answers may never be the same",
-        ],
-        consecutive=False,
+    shows(
+        result,
+        "DIFFERS test_it.py::test_a_receipt",
+        "DIFFERS test_it.py::test_one_is_sold_once",
+        "  passed at 0; failed at 1: assert ? == 1",
+        "not run at 0 again: some of these answers may never be the same",
     )
 
 
@@ -388,7 +380,7 @@ def test_one_value_is_for_all_tests_and_changes_nothing_else(run: Any, flag: str
     )
 
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["test_it.py::test_flag PASSED*"])
+    shows(result, "test_it.py::test_flag PASSED*")
     result.stdout.no_fnmatch_line("*0 and 1*")
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 import gc
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,6 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -26,13 +24,11 @@ from ingress.core.execution import threads
 from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
 from ingress.core.execution.threads import WorkerPool, WorkerThreads
 from ingress.exceptions import StreamClosedError
-from tests.servers import turns, until, wait_until
+from tests.servers import PATIENCE_S, run_python, turns, until, wait_until
 
-ROOT = Path(__file__).parent.parent
-PATIENCE_S = 60.0
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who")
 
-on_the_loop = pytest.mark.anyio
+pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
@@ -90,7 +86,6 @@ class Ledger:
             self.now -= 1
 
 
-@on_the_loop
 async def test_context_variables_are_visible_and_changes_stay_in_the_copy() -> None:
     def call() -> str:
         seen = WHO.get()
@@ -103,7 +98,6 @@ async def test_context_variables_are_visible_and_changes_stay_in_the_copy() -> N
         assert WHO.get() == "caller"
 
 
-@on_the_loop
 async def test_anyio_from_thread_works_inside() -> None:
     async def on_loop() -> str:
         await asyncio.sleep(0)
@@ -124,7 +118,6 @@ async def test_anyio_from_thread_works_inside() -> None:
     assert run == run_sync == threading.current_thread().name
 
 
-@on_the_loop
 async def test_a_cancelled_call_that_runs_sees_it_and_is_waited_for() -> None:
     started, cancelled, leave = threading.Event(), threading.Event(), threading.Event()
 
@@ -156,7 +149,6 @@ async def test_a_cancelled_call_that_runs_sees_it_and_is_waited_for() -> None:
     assert seen == [asyncio.CancelledError, "ended"]
 
 
-@on_the_loop
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_coroutine_that_a_cancelled_thread_runs_on_the_loop_is_cancelled(when: str) -> None:
     """It may begin before or after the cancellation: AnyIO's functions wait for its result."""
@@ -190,7 +182,6 @@ async def test_a_coroutine_that_a_cancelled_thread_runs_on_the_loop_is_cancelled
     assert outcome == ["CancelledError"]
 
 
-@on_the_loop
 async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
     leave = threading.Event()
     ran: list[int] = []
@@ -208,7 +199,6 @@ async def test_a_cancelled_call_that_has_not_begun_never_does() -> None:
     assert ran == []
 
 
-@on_the_loop
 async def test_cancellation_under_an_anyio_scope_does_not_spin() -> None:
     started, leave = threading.Event(), threading.Event()
 
@@ -229,7 +219,6 @@ async def test_cancellation_under_an_anyio_scope_does_not_spin() -> None:
     assert spent < 0.15, "a cancelled scope cancels again on every turn of the loop"
 
 
-@on_the_loop
 async def test_never_more_threads_than_the_limit(switch_interval: None) -> None:
     ledger = Ledger()
     all_threads = threading.Barrier(5, timeout=PATIENCE_S)
@@ -247,7 +236,6 @@ async def test_never_more_threads_than_the_limit(switch_interval: None) -> None:
     assert len(set(names)) == 5
 
 
-@on_the_loop
 async def test_the_limit_follows_the_thread_and_not_the_awaiter() -> None:
     """Cancel the awaiters and submit more calls: the number that run never exceeds the limit."""
     ledger = Ledger()
@@ -274,7 +262,6 @@ async def test_the_limit_follows_the_thread_and_not_the_awaiter() -> None:
     assert ledger.most == 3
 
 
-@on_the_loop
 async def test_ten_thousand_calls_under_random_cancellation_all_come_back(
     switch_interval: None,
 ) -> None:
@@ -398,7 +385,6 @@ def test_a_thread_outlives_a_call_that_raises(caplog: pytest.LogCaptureFixture) 
     assert sum("the thread continues" in record.message for record in caplog.records) == 3
 
 
-@on_the_loop
 @pytest.mark.parametrize(
     ("raised", "arrives"),
     [
@@ -425,7 +411,6 @@ async def test_whatever_a_call_raises_reaches_its_awaiter(
         assert await pool.run(lambda: "the next one") == "the next one"
 
 
-@on_the_loop
 async def test_an_idle_thread_keeps_nothing_of_its_last_call_alive() -> None:
     class Big:
         pass
@@ -454,7 +439,6 @@ def recording(seen: list[str], count: int = 3) -> Iterator[int]:
         seen.append("closed")
 
 
-@on_the_loop
 async def test_a_generator_keeps_one_thread_and_one_context_for_its_life() -> None:
     seen: list[str] = []
     tokens: list[contextvars.Token[str]] = []
@@ -478,7 +462,6 @@ async def test_a_generator_keeps_one_thread_and_one_context_for_its_life() -> No
     assert WHO.get() == "caller"
 
 
-@on_the_loop
 async def test_leaving_a_stream_early_runs_its_finally_in_its_thread_before_going_on() -> None:
     seen: list[str] = []
     async with worker_pool() as pool:
@@ -493,7 +476,6 @@ async def test_leaving_a_stream_early_runs_its_finally_in_its_thread_before_goin
         assert len(seen) < 30, "it ran ahead by what a channel holds, no more"
 
 
-@on_the_loop
 async def test_a_thread_that_waits_for_its_reader_is_not_among_those_that_may_compute() -> None:
     async with worker_pool() as pool:
         async with aclosing(pool.stream(repeat(bytes(64 * 1024)))) as items:
@@ -505,7 +487,6 @@ async def test_a_thread_that_waits_for_its_reader_is_not_among_those_that_may_co
         assert pool.threads.idents == [ident]
 
 
-@on_the_loop
 async def test_cancelling_a_stream_waits_for_its_finally() -> None:
     started, leave = threading.Event(), threading.Event()
     seen: list[str] = []
@@ -539,7 +520,6 @@ async def test_cancelling_a_stream_waits_for_its_finally() -> None:
         assert seen == ["closed"]
 
 
-@on_the_loop
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit])
 async def test_what_a_generator_raises_comes_after_what_it_yielded(
     error: type[BaseException],
@@ -558,7 +538,6 @@ async def test_what_a_generator_raises_comes_after_what_it_yielded(
     assert got == [1, 2]
 
 
-@on_the_loop
 async def test_a_stream_error_of_the_generators_own_is_not_taken_for_the_end() -> None:
     """User code may raise the error itself; only the error of `put` means a closed consumer."""
 
@@ -576,11 +555,7 @@ async def test_a_stream_error_of_the_generators_own_is_not_taken_for_the_end() -
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def loop(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoop]:
-    loop = (
-        asyncio.new_event_loop()
-        if request.param == "asyncio"
-        else pytest.importorskip("uvloop").new_event_loop()
-    )
+    loop = pytest.importorskip(request.param).new_event_loop()
     yield loop
     loop.close()
 
@@ -588,7 +563,6 @@ def loop(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoop]:
 def test_the_executor_copies_the_context_and_runs_daemon_threads(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
-
     def call() -> tuple[str, bool]:
         return WHO.get(), threading.current_thread().daemon
 
@@ -624,10 +598,8 @@ def test_a_lent_executor_is_lent_once_and_its_idle_threads_can_go(
 ) -> None:
     executor = lend_executor(loop)
     assert lend_executor(loop) is executor
-    name = loop.run_until_complete(
-        loop.run_in_executor(None, lambda: threading.current_thread().name)
-    )
-    assert name.startswith("ingress-executor")
+    thread = loop.run_until_complete(loop.run_in_executor(None, threading.current_thread))
+    assert thread.name.startswith("ingress-executor")
 
     def retire() -> bool:
         executor.retire_idle()  # a thread is idle shortly after its result is set
@@ -674,14 +646,7 @@ print("left")
 )
 def test_a_stuck_thread_never_delays_interpreter_exit(where: str, run: str) -> None:
     begin = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-c", STUCK.format(where=where, run=run)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = run_python("-c", STUCK.format(where=where, run=run))
 
     assert (result.stdout, result.returncode) == ("left\n", 0), result.stderr
     assert time.monotonic() - begin < 20

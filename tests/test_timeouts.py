@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.core.base.settings import REQUEST_TIMEOUT_S
 from ingress.core.base.types import DeploymentID
-from ingress.core.calls.call import CURRENT_CALL
+from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.channel import Channel
 from ingress.core.calls.deadlines import GRAIN_S, Deadlines, deadlines_of, earlier
 from ingress.core.calls.loops import EventLoopThread, mailbox_of, run_blocking
@@ -34,7 +35,7 @@ from ingress.serving.http.reply import HTTPReply
 from ingress.serving.http.work import HTTPWork
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
-from tests.fakes import FakeReplica, Ledger, make_call
+from tests.fakes import FakeReplica, Ledger, make_call, together
 from tests.servers import (
     PATIENCE_S,
     Connection,
@@ -43,7 +44,6 @@ from tests.servers import (
     get,
     ongoing,
     served,
-    set_flags,
     uvicorn_in_a_thread,
     wait_until,
 )
@@ -51,21 +51,12 @@ from tests.servers import (
 SHORT_S = 0.15
 
 
-@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param, sync="1")
-    yield request.param
-    serve.shutdown()
+pytestmark = pytest.mark.usefixtures("threadpool")
 
 
 def replicas() -> list[ReplicaDetails]:
-    applications = serve.status().applications.values()
-    return [
-        replica
-        for application in applications
-        for deployment in application.deployments.values()
-        for replica in deployment.replicas
-    ]
+    deployments = serve.status().applications["default"].deployments.values()
+    return [replica for each in deployments for replica in each.replicas]
 
 
 # The answer.
@@ -91,10 +82,9 @@ def test_a_request_that_takes_too_long_is_answered_with_408_in_the_words_of_ray(
     answer = get(port, "/", "x-request-id: r-1\r\n")
 
     assert time.monotonic() - begin >= SHORT_S - 0.01
-    assert answer.status == 408
+    assert (answer.status, answer.is_complete) == (408, True)
     assert answer.body == f"Request r-1 timed out after {SHORT_S}s.".encode()
     assert answer.headers["x-request-id"] == "r-1"
-    assert answer.is_complete
     assert ledger.cancelled.wait(PATIENCE_S), "async work is cancelled"
     wait_until(lambda: ongoing() == 0)
 
@@ -170,42 +160,21 @@ def test_a_loop_that_user_code_blocks_does_not_hold_the_408_up(separate: str) ->
 # The header.
 
 
+SHORTER = [b"2", b"0.5", b"1e-3", b" 2 "]
+IGNORED = [b"0", b"-1", b"-0.0", b"nan", b"inf", b"-inf", b"1e309", b"", "é".encode(), b"\xff"]
+IGNORED += [b"60", b"1, 2", b"?1", b"1" * 1_000_000, b"0." + b"0" * 1_000_000 + b"1"]
+
+
 @pytest.mark.reliability("C08")
-@pytest.mark.parametrize(
-    ("header", "is_shorter"),
-    [
-        (b"2", True),
-        (b"0.5", True),
-        (b"1e-3", True),
-        (b" 2 ", True),
-        (b"60", False),
-        (b"0", False),
-        (b"-1", False),
-        (b"-0.0", False),
-        (b"nan", False),
-        (b"inf", False),
-        (b"-inf", False),
-        (b"1e309", False),
-        (b"", False),
-        ("é".encode(), False),
-        (b"\xff", False),
-        (b"1, 2", False),
-        (b"1" * 1_000_000, False),
-        (b"0." + b"0" * 1_000_000 + b"1", False),
-        (b"?1", False),
-    ],
-)
-def test_a_header_may_shorten_a_timeout_and_nothing_else(header: bytes, is_shorter: bool) -> None:
-    assert earlier(30.0, header) == (float(header) if is_shorter else 30.0)
+@pytest.mark.parametrize("header", SHORTER + IGNORED)
+def test_a_header_may_shorten_a_timeout_and_nothing_else(header: bytes) -> None:
+    assert earlier(30.0, header) == (float(header) if header in SHORTER else 30.0)
 
 
 def test_without_a_limit_of_the_server_the_header_is_the_limit() -> None:
     assert earlier(None, b"60") == 60.0
     assert earlier(None, b"0") is None
     assert earlier(None, b"1e308") == 1e308
-
-
-HOSTILE = [b"0", b"-1", b"nan", b"inf", b"1e309", b"", "é".encode(), b"\xff", b"1" * 1_000_000]
 
 
 @pytest.mark.reliability("C08")
@@ -221,7 +190,7 @@ def test_no_value_of_the_header_is_an_error_or_disables_the_limit(http: str) -> 
         return "never"
 
     with uvicorn_in_a_thread(slow.bind(), {"http": http}, request_timeout_s=30) as port:
-        for value in HOSTILE:
+        for value in IGNORED:
             with Connection(port) as connection:
                 connection.send(
                     b"GET /left HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
@@ -231,8 +200,7 @@ def test_no_value_of_the_header_is_an_error_or_disables_the_limit(http: str) -> 
             # The server itself may refuse a million characters and invalid headers.
             assert answer.body == b"True" or answer.status in (400, 431), (value[:20], answer.raw)
             assert answer.status != 500
-        twice = asking(0.1) + asking(60)
-        assert get(port, "/", twice).status == 408
+        assert get(port, "/", asking(0.1) + asking(60)).status == 408
         assert get(port, "/", asking(60) + asking(0.1)).status == 408
 
 
@@ -424,8 +392,7 @@ def test_a_call_whose_deadline_passes_on_the_way_to_its_replica_never_starts() -
         async def work(self) -> None:
             ledger.enter()
 
-    call = make_call()
-    call.metadata = call.metadata._replace(deadline=time.monotonic() - 0.001)
+    call = make_call(left_s=-0.001)
     call.work = Invocation("work", [], {}, None)
     handle = serve.run(bind(serve.deployment(Late)), route_prefix=None)
     handle._directory.router(handle.deployment_id).assign(call)
@@ -554,9 +521,8 @@ def test_an_answer_to_a_client_that_does_not_read_is_cut_although_the_work_has_e
 
         router = Router(DeploymentID("D"))
         router.add(Streaming(router))
-        metadata = make_call().metadata._replace(deadline=time.monotonic() + 60)
-        scope = {"type": "http"}
-        reply = HTTPReply(metadata, router, scope, send, send)  # type: ignore[arg-type]
+        metadata = make_call(left_s=60).metadata
+        reply = HTTPReply(metadata, router, {"type": "http"}, send, send)  # type: ignore[arg-type]
         task = asyncio.create_task(reply.respond())
         await is_sending.wait()
         assert reply.call.settled
@@ -579,11 +545,6 @@ def test_a_response_in_time_is_whole_and_its_background_task_has_no_deadline() -
     left: list[float | None] = []
 
     @serve.deployment
-    class Child:
-        async def __call__(self) -> float | None:
-            return CURRENT_CALL.get().deadline
-
-    @serve.deployment
     @serve.ingress(app)
     class Api:
         def __init__(self, child: Any) -> None:
@@ -591,19 +552,19 @@ def test_a_response_in_time_is_whole_and_its_background_task_has_no_deadline() -
 
         @app.get("/")
         async def root(self, tasks: BackgroundTasks) -> str:
-            left.append(await self.child.remote())
+            left.append(await self.child.deadline.remote())
             tasks.add_task(self.later)
             return "done"
 
         async def later(self) -> None:
             try:
-                left.append(await self.child.remote())
+                left.append(await self.child.deadline.remote())
                 await asyncio.sleep(3 * SHORT_S)
-                left.append(await self.child.remote())
+                left.append(await self.child.deadline.remote())
             finally:
                 ledger.closed.set()
 
-    port = served(bind(Api, bind(Child)), request_timeout_s=SHORT_S * 2)
+    port = served(bind(Api, bind(Child, ledger)), request_timeout_s=SHORT_S * 2)
 
     assert get(port, "/").body == b'"done"'
     assert ledger.closed.wait(PATIENCE_S)
@@ -755,11 +716,9 @@ def test_code_that_hears_of_the_deadline_by_a_call_first_cannot_answer(way: str)
         async def next(self) -> str:
             return "served"
 
-    child = bind(Child, Ledger())
-    with Connection(served(bind(Late, child))) as connection:
+    with Connection(served(bind(Late, bind(Child, Ledger())))) as connection:
         connection.request(f"/{way.replace(' ', '%20')}", headers=asking(SHORT_S))
-        answer = connection.receive_until(b"timed out after")
-        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert connection.receive_until(b"timed out after").startswith(b"HTTP/1.1 408 ")
         connection.receive_until(b"s.")
         connection.request("/next")
         assert connection.receive_all().endswith(b'"served"')
@@ -804,20 +763,23 @@ def home(separate: str) -> Iterator[EventLoopThread]:
     assert home.stop(PATIENCE_S)
 
 
+def timed(deadlines: Deadlines, after_s: float) -> Call:
+    """Return a call that the timer settles after this time."""
+    call = make_call(left_s=after_s)
+    assert call.metadata.deadline is not None
+    deadlines.add(call, call.metadata.deadline)
+    return call
+
+
 def test_each_call_expires_at_its_own_time_whatever_the_order_they_come_in(
     home: EventLoopThread,
 ) -> None:
     deadlines = deadlines_of(home.loop)
     assert deadlines_of(home.loop) is deadlines
     late: list[float] = []
-    calls = []
-    for after_s in (0.3, 0.05, 0.2, 0.1, 0.051, 60.0):
-        call = make_call()
-        at = time.monotonic() + after_s
-        call.metadata = call.metadata._replace(deadline=at)
+    calls = [timed(deadlines, after_s) for after_s in (0.3, 0.05, 0.2, 0.1, 0.051, 60.0)]
+    for call in calls:
         call.when_settled(lambda each: late.append(time.monotonic() - each.metadata.deadline))  # type: ignore[operator]
-        deadlines.add(call, at)
-        calls.append(call)
 
     for call in calls[:-1]:
         assert call.wait_blocking(PATIENCE_S)
@@ -838,8 +800,7 @@ def test_calls_that_come_and_go_set_a_timer_once_and_not_each(home: EventLoopThr
 
     deadlines = Deadlines(Counting())  # type: ignore[arg-type]
     for number in range(1_000):
-        call = make_call()
-        deadlines.add(call, time.monotonic() + 60 + number)
+        call = timed(deadlines, 60 + number)
         if number == 0:
             run_blocking(home.loop, asyncio.sleep(0), PATIENCE_S)
         deadlines.discard(call)
@@ -854,18 +815,11 @@ def test_none_is_forgotten_when_many_threads_add_while_the_timer_rings(
     calls: list[Any] = []
 
     def add(first: int) -> None:
-        for number in range(250):
-            call = make_call()
-            at = time.monotonic() + (first + number * 4) % 7 * GRAIN_S / 3
-            call.metadata = call.metadata._replace(deadline=at)
+        for number in range(first, first + 1_000, 4):
+            call = timed(deadlines, number % 7 * GRAIN_S / 3)
             calls.append(call)
-            deadlines.add(call, at)
 
-    threads = [threading.Thread(target=add, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    together(*(partial(add, first) for first in range(4)))
 
     assert len(calls) == 1_000
     for call in calls:
@@ -879,8 +833,8 @@ def test_none_is_forgotten_when_one_is_added_while_the_timer_looks_at_them(
     deadlines = deadlines_of(home.loop)
     errors: list[Any] = []
     home.loop.set_exception_handler(lambda loop, context: errors.append(context))
-    late, due = time.monotonic() + 60, time.monotonic() + 0.3
-    calls, added, kept = [make_call() for _ in range(3_000)], [], []
+    late = time.monotonic() + 60
+    calls, added, kept = [make_call(left_s=0.3) for _ in range(3_000)], [], []
 
     def add(*_: object) -> None:
         added.append(make_call())
@@ -894,8 +848,7 @@ def test_none_is_forgotten_when_one_is_added_while_the_timer_looks_at_them(
         me: Garbage
 
     for call in calls:
-        call.metadata = call.metadata._replace(deadline=due)
-        deadlines.add(call, due)
+        deadlines.add(call, call.metadata.deadline)  # type: ignore[arg-type]
     before = gc.get_threshold()
     try:
         add()
@@ -943,11 +896,9 @@ def test_a_deadline_that_is_further_off_than_a_timer_can_hold_is_kept(
     home: EventLoopThread,
 ) -> None:
     deadlines = deadlines_of(home.loop)
-    far, near = make_call(), make_call()
+    far = make_call()
     deadlines.add(far, 1e308)
-    at = time.monotonic() + 0.01
-    near.metadata = near.metadata._replace(deadline=at)
-    deadlines.add(near, at)
+    near = timed(deadlines, 0.01)
 
     assert near.wait_blocking(PATIENCE_S)
     assert not far.settled

@@ -133,7 +133,6 @@ def send(server: ServerProcess, path: str) -> threading.Thread:
     return thread
 
 
-@pytest.mark.timeout(180)
 def test_status_says_what_is_wrong_and_top_prints_once_in_a_pipe(
     server: ServerProcess, runtime: str, run: Commands
 ) -> None:
@@ -162,7 +161,6 @@ def test_status_says_what_is_wrong_and_top_prints_once_in_a_pipe(
     assert "\x1b" not in text
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 def test_top_shows_a_stall_by_its_line_while_it_lasts_and_takes_keys(
     server: ServerProcess, folder: Path, environ: dict[str, str], runtime: str
@@ -196,7 +194,6 @@ def test_top_shows_a_stall_by_its_line_while_it_lasts_and_takes_keys(
         each.join(PATIENCE_S)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.thorough
 def test_status_is_1_for_an_unhealthy_server_and_for_none(
     folder: Path, environ: dict[str, str], run: Commands

@@ -20,6 +20,7 @@ import pytest
 from ingress.core.base.settings import TRACE_FILE
 from tests.programs import (
     INGRESS,
+    ROOT,
     UVICORN,
     ServerProcess,
     environment,
@@ -31,7 +32,6 @@ from tests.programs import (
 from tests.servers import PATIENCE_S, wait_until
 from tests.traces import Picture, Span, Trace
 
-ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "trace"
 
 WHERE = """
@@ -91,8 +91,6 @@ class Where:
 
 where = Where.bind(Model.bind())
 
-
-
 @serve.deployment
 class Together:
     def __init__(self):
@@ -149,14 +147,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ingress(
-    folder: Path, *arguments: str, environ: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return run_ingress(folder, "trace", *arguments, **(environ or {}))
+def ingress(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run_ingress(folder, "trace", *arguments, **environ)
 
 
-def traced(folder: Path, *arguments: str, environ: dict[str, str] | None = None) -> Trace:
-    result = ingress(folder, *arguments, environ=environ)
+def traced(folder: Path, *arguments: str, **environ: str) -> Trace:
+    result = ingress(folder, *arguments, **environ)
     assert result.returncode == 0, result.stderr
     return Trace((folder / "trace.json").read_text())
 
@@ -192,7 +188,7 @@ class Example:
 
     def __init__(self, name: str, folder: Path, *, sync: str = "0") -> None:
         arguments = [f"app_examples.{name}:app", "--svg", "blocking.svg", "--app-dir", str(ROOT)]
-        result = ingress(folder, *arguments, environ=environment(folder, sync=sync))
+        result = ingress(folder, *arguments, **environment(folder, sync=sync))
         assert result.returncode == 0, result.stderr
         self.stdout = result.stdout
         self.trace = Trace((folder / "trace.json").read_text())
@@ -283,9 +279,8 @@ def test_the_picture_shows_the_same(
     assert "runs in a worker thread" in threaded.picture.legend
     assert [each.picture.axis[0] for each in (blocking, awaiting, threaded)] == ["0"] * 3
     assert blocking.picture.axis[-1].endswith(",000 ms")
-    assert [bar.label for bar in blocking.picture.bars_of("request")] == [
-        f"{number} GET /" for number in (1, 2, 3)
-    ]
+    labels = [bar.label for bar in blocking.picture.bars_of("request")]
+    assert labels == ["1 GET /", "2 GET /", "3 GET /"]
 
 
 @pytest.mark.parametrize("name", ["blocking", "async"])
@@ -302,9 +297,8 @@ def test_the_pictures_of_the_documents_are_what_the_command_makes(
 
 def test_the_document_shows_what_the_command_prints(blocking: Example) -> None:
     text = (PICTURES.parent / "trace.md").read_text()
-    (shown,) = re.findall(
-        r"^\$ ingress trace .* --svg blocking\.svg\n(.*?)^```$", text, re.M | re.S
-    )
+    command = r"^\$ ingress trace .* --svg blocking\.svg\n(.*?)^```$"
+    (shown,) = re.findall(command, text, re.M | re.S)
 
     # Durations and the number of stalls differ from run to run.
     masked = [re.sub(r"[\d,]+ ms.*", "ms", each) for each in (shown, blocking.stdout)]
@@ -333,18 +327,12 @@ def test_what_runs_is_on_the_track_of_the_thread_it_finds_itself_on(
     # Of a loop that the replica does not own, it does not own the executor either.
     paths += ["/to_thread"] if separate == "1" else []
     environ = environment(folder, sync=sync, separate=separate)
-    trace = traced(folder, "app:where", *paths, "-n", "3", environ=environ)
+    trace = traced(folder, "app:where", *paths, "-n", "3", **environ)
 
     seen = [line.split(maxsplit=2) for line in (folder / "seen.txt").read_text().splitlines()]
     assert len(seen) == 3 * (len(paths) + 1)
-    names = {
-        "sync": "GET /sync/{item}",
-        "async": "GET /async",
-        "lane": "GET /lane",
-        "to_thread": "GET /to_thread",
-        "call": "GET /call",
-        "predict": "Model.predict",
-    }
+    names = {each: f"GET /{each}" for each in ("async", "lane", "to_thread", "call")}
+    names |= {"sync": "GET /sync/{item}", "predict": "Model.predict"}
     for request_id, kind, thread in seen:
         tracks = {run.track for run in trace.runs_of(request_id) if run.name == names[kind]}
         assert thread in tracks
@@ -385,8 +373,7 @@ def test_it_says_what_was_answered_and_what_was_written(folder: Path) -> None:
 
 
 def test_ctrl_c_ends_requests_that_have_no_end(folder: Path) -> None:
-    command = [*INGRESS, "trace", "app:endless"]
-    with process(command, folder, environment(folder)) as run:
+    with process([*INGRESS, "trace", "app:endless"], folder, environment(folder)) as run:
         wait_until(lambda: (folder / "inside.txt").exists())
         run.signal(signal.SIGINT)
         assert run.wait() == 0

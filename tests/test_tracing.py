@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.programs import ROOT
+from tests.programs import run_python
 
 # In a process of its own: a process has one global tracer provider, and cannot unset it.
 SCRIPT = """
@@ -74,15 +71,8 @@ print(json.dumps(found))
 
 def printed(how: str, **variables: str) -> object:
     pytest.importorskip("opentelemetry.trace")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
-        env={**os.environ, **variables},
-    )
+    done = run_python("-c", SCRIPT, how, **variables)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

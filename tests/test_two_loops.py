@@ -26,7 +26,7 @@ from ingress.core.calls.loops import (
 )
 from tests.loop_apps import WITH_ASYNCIO_ALONE, fresh
 from tests.programs import INGRESS, environment, process, write_module
-from tests.servers import PATIENCE_S, bind, get, result, served, set_flags, turns, wait_until
+from tests.servers import PATIENCE_S, bind, get, result, served, turns, wait_until
 
 CLIENTS = 12
 
@@ -60,15 +60,9 @@ def test_a_broadcast_to_replicas_with_own_loops_wakes_them_and_is_reported_once(
     assert '@serve.deployment(loop="shared")' in line
 
 
-@pytest.mark.parametrize("separate", ["0", "1"])
 def test_a_def_that_sets_an_event_of_the_loop_is_reported(
-    separate: str,
-    shutdown: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    threadpool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_flags(monkeypatch, separate, sync="1")
-
     @serve.deployment(max_ongoing_requests=2)
     class Gate:
         def __init__(self) -> None:
@@ -100,11 +94,10 @@ def test_the_loop_of_the_command_line_reports_too_where_user_code_runs_on_it(
     environ = environment(tmp_path, separate="0", sync="1")
 
     with process([*INGRESS, "run", "gate:app", "--port", "0"], tmp_path, environ) as server:
-        port = server.port
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(get, port, "/wait")
-            wait_until(lambda: get(port, "/waits").body == b"1")
-            get(port, "/set")
+            waiting = pool.submit(get, server.port, "/wait")
+            wait_until(lambda: get(server.port, "/waits").body == b"1")
+            get(server.port, "/set")
             assert waiting.result(PATIENCE_S).status == 200
         server.wait_for(r"gate.py:\d+: event \(asyncio.Event\) belongs to the event loop")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,9 +107,7 @@ def test_the_options_say_how_many_are_replaced_at_a_time(options: Any, most: int
     serve.run(counted(live, "one", num_replicas=4), route_prefix=None)
     serve.run(counted(live, "two", num_replicas=4, **options), route_prefix=None)
     assert live.count == 4
-    assert 5 <= live.most <= most
-    if most > 5:
-        assert live.most > 5
+    assert min(most, 6) <= live.most <= most
 
 
 @pytest.mark.reliability("E03")
@@ -154,9 +153,7 @@ def test_calls_that_run_and_that_wait_survive_an_update() -> None:
     answers = [handle.remote() for _ in range(2)]
     inside.wait()
     answers += [handle.remote() for _ in range(6)]
-    updating = threading.Thread(
-        target=serve.run, args=(held("two"),), kwargs={"route_prefix": None}
-    )
+    updating = threading.Thread(target=partial(serve.run, held("two"), route_prefix=None))
     updating.start()
     wait_until(lambda: any(each.replica_id > "1" for each in overview("Model").replicas))
     go.count_down()
@@ -325,19 +322,11 @@ def test_an_update_is_ended_by_delete() -> None:
         async def __call__(self) -> str:
             return "slow"
 
-    errors: list[Exception] = []
-
-    def update() -> None:
-        try:
-            serve.run(bind(Slow), route_prefix=None)
-        except RuntimeError as error:
-            errors.append(error)
-
     serve.run(version("one"), route_prefix=None)
-    updating = threading.Thread(target=update)
-    updating.start()
-    entered.wait()
-    serve.delete("default")
-    updating.join(PATIENCE_S)
-    assert "deleted while it started" in str(errors[0])
+    with ThreadPoolExecutor(1) as threads:
+        updating = threads.submit(serve.run, bind(Slow), route_prefix=None)
+        entered.wait()
+        serve.delete("default")
+        with pytest.raises(RuntimeError, match="deleted while it started"):
+            updating.result(PATIENCE_S)
     assert serve.status().applications == {}

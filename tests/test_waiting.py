@@ -10,8 +10,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ from tests.servers import (
     asking,
     bind,
     end_a_replica,
-    set_flags,
+    served,
     until,
     wait_until,
 )
@@ -51,21 +52,11 @@ SHORT_S = 0.2
 LISTED: dict[str, Any] = {"retry_started_methods": ["GET"]}
 
 
-@pytest.fixture(params=["1", "0"], ids=["separate1", "separate0"])
-def separate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    set_flags(monkeypatch, request.param, sync="1")
-    yield request.param
-    serve.shutdown()
-
-
 class Engine:
     """A served application; `is_idle` if its slots, queues and tasks are as at its start."""
 
     def __init__(self, target: Any, **options: Any) -> None:
-        serve.start({"port": 0, **options})
-        serve.run(target)
-        (url,) = serve.status().proxies
-        self.port = int(url.rpartition(":")[2])
+        self.port = served(target, **options)
         self.engine = local_engine()
         self.running = self.engine.applications["default"]
         self._tasks = {loop: len(_tasks(loop)) for loop in self._loops()}
@@ -95,7 +86,7 @@ class Engine:
             not self.engine.http.proxy.in_flight.replies
             and not any(each.num_queued or each.num_ongoing or each._holders for each in routers)
             and not any(
-                each._calls or each.context.batches or each._models.in_use
+                each.running or each.context.batches or each.context.models.in_use
                 for each in self.replicas()
             )
             and all(len(_tasks(loop)) <= self._tasks.get(loop, 0) for loop in self._loops())
@@ -272,7 +263,7 @@ def test_the_end_of_a_request_in_the_pause_before_another_attempt_is_seen_there(
 
 
 def test_a_clients_limit_that_passes_in_or_after_a_pause_is_a_408_and_ends_all(
-    separate: str,
+    threadpool: str,
 ) -> None:
     runs: Counter[str] = Counter()
 
@@ -283,9 +274,8 @@ def test_a_clients_limit_that_passes_in_or_after_a_pause_is_a_408_and_ends_all(
 
     engine = Engine(bind(slow), request_timeout_s=0.05, **LISTED)
     for number in range(20):
-        limit_s = 0.05 + number * 0.002  # a pause is up to 0.025 s
-        headers = asking(limit_s) + f"x-request-id: {number}\r\n"
-        with request(engine, headers) as client:
+        limit = asking(0.05 + number * 0.002)  # a pause is up to 0.025 s
+        with request(engine, limit + f"x-request-id: {number}\r\n") as client:
             assert client.answer().status == 408
     wait_until(engine.is_idle)
     assert set(runs.values()) <= {1, 2}
@@ -293,7 +283,7 @@ def test_a_clients_limit_that_passes_in_or_after_a_pause_is_a_408_and_ends_all(
 
 @pytest.mark.parametrize("methods", [["GET"], []], ids=["listed", "not-listed"])
 def test_clients_that_leave_or_are_late_while_replicas_end_leave_nothing(
-    separate: str, methods: list[str], switch_interval: None
+    threadpool: str, methods: list[str], switch_interval: None
 ) -> None:
     @serve.deployment(num_replicas=3, max_ongoing_requests=2)
     async def brief(request: Request) -> str:
@@ -325,7 +315,7 @@ def test_clients_that_leave_or_are_late_while_replicas_end_leave_nothing(
 # A full queue.
 
 
-def test_a_full_queue_is_a_503_that_costs_no_retry(separate: str) -> None:
+def test_a_full_queue_is_a_503_that_costs_no_retry(threadpool: str) -> None:
     gate = Latch()
     runs: list[str] = []
 
@@ -353,7 +343,7 @@ def test_a_full_queue_is_a_503_that_costs_no_retry(separate: str) -> None:
     wait_until(engine.is_idle)
 
 
-def test_another_attempt_that_finds_the_queue_full_is_a_503_and_the_last(separate: str) -> None:
+def test_another_attempt_that_finds_the_queue_full_is_a_503_and_the_last(threadpool: str) -> None:
     gate = threading.Event()
     runs: list[Any] = []
 
@@ -420,7 +410,7 @@ wheres = pytest.mark.parametrize("where", ["handler", "queue"])
 @wheres
 @pytest.mark.parametrize("limit", ["header", "option"])
 def test_a_websocket_that_is_not_accepted_in_time_is_refused(
-    separate: str, where: str, limit: str
+    threadpool: str, where: str, limit: str
 ) -> None:
     door = Door(**({"request_timeout_s": SHORT_S} if limit == "option" else {}))
     headers = {"x-request-timeout-seconds": str(SHORT_S)} if limit == "header" else {}
@@ -442,7 +432,7 @@ def test_a_websocket_that_is_not_accepted_in_time_is_refused(
 @wheres
 @pytest.mark.parametrize("how", ["FIN", "RST"])
 def test_a_client_that_leaves_before_its_websocket_is_accepted_takes_no_slot(
-    separate: str, where: str, how: str
+    threadpool: str, where: str, how: str
 ) -> None:
     door = Door()
     with door.knock("inside") as inside:
@@ -467,7 +457,7 @@ def test_a_client_that_leaves_before_its_websocket_is_accepted_takes_no_slot(
 
 @wheres
 def test_an_application_that_stops_refuses_the_websockets_it_has_not_accepted(
-    separate: str, where: str, caplog: pytest.LogCaptureFixture
+    threadpool: str, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     door = Door()
     with door.knock("inside") as inside, door.knock("waiter") as waiter:
@@ -545,7 +535,6 @@ def family(loads: Loads, loader: str) -> Any:
         async def __call__(self, request: Request) -> list[str]:
             model_id = request.url.path[1:]
             responses = [self.child.remote(model_id) for _ in range(3)]
-
             return [await response for response in responses]
 
     return bind(serve.deployment(Parent), bind(serve.deployment(Children)))
@@ -557,7 +546,7 @@ loaders = pytest.mark.parametrize("loader", ["async def", "thread"])
 @loaders
 @pytest.mark.parametrize("how", ["left", "late"])
 def test_a_parent_that_is_cancelled_ends_the_load_its_children_wait_for(
-    separate: str, loader: str, how: str, switch_interval: None
+    threadpool: str, loader: str, how: str, switch_interval: None
 ) -> None:
     loads = Loads()
     engine = Engine(family(loads, loader))
@@ -579,7 +568,7 @@ def test_a_parent_that_is_cancelled_ends_the_load_its_children_wait_for(
 
 @loaders
 def test_children_that_wait_for_room_leave_with_their_parent_and_load_nothing(
-    separate: str, loader: str, switch_interval: None
+    threadpool: str, loader: str, switch_interval: None
 ) -> None:
     loads = Loads()
     engine = Engine(family(loads, loader))
@@ -624,7 +613,7 @@ def batched(runs: list[list[int]], gate: Latch, written: str) -> Any:
 @pytest.mark.parametrize("written", ["async def", "def"])
 @pytest.mark.parametrize("how", ["died", "replaced", "deleted"])
 def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_runs(
-    separate: str, written: str, how: str, switch_interval: None
+    threadpool: str, written: str, how: str, switch_interval: None
 ) -> None:
     runs: list[list[int]] = []
     gate = Latch()
@@ -635,16 +624,14 @@ def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_ru
     wait_until(lambda: runs)
     responses += [handle.remote(x) for x in range(1, 6)]
     (replica,) = engine.replicas()
-    wait_until(
-        lambda: replica.slots.begun == 6
-    )  # a call that has not begun waits for another replica
-    match how:
-        case "died":
-            ending = threading.Thread(target=end_a_replica)
-        case "replaced":
-            ending = threading.Thread(target=serve.run, args=(bind(deployment),))
-        case _:
-            ending = threading.Thread(target=serve.delete, args=("default",))
+    # A call that has not begun waits for another replica.
+    wait_until(lambda: replica.slots.begun == 6)
+    ends: dict[str, Callable[[], object]] = {
+        "died": end_a_replica,
+        "replaced": partial(serve.run, bind(deployment)),
+        "deleted": partial(serve.delete, "default"),
+    }
+    ending = threading.Thread(target=ends[how])
     ending.start()
     errors = (DeploymentUnavailableError, ReplicaUnavailableError, RequestCancelledError)
     for response in responses:
@@ -654,7 +641,7 @@ def test_a_call_that_waits_for_a_permit_fails_when_its_replica_ends_and_never_ru
     ending.join(PATIENCE_S)
     assert not ending.is_alive()
     assert runs == [[0]]
-    wait_until(lambda: not replica._calls and not replica.context.batches)
+    wait_until(lambda: not replica.running and not replica.context.batches)
     assert replica.ongoing == 0
     if how == "replaced":
         assert serve.get_app_handle("default").remote(7).result(timeout_s=PATIENCE_S) == 7

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -39,7 +40,7 @@ from ingress.telemetry.watchdog.sampler import Sampler
 from ingress.telemetry.watchdog.stacks import Place, Stack
 from tests.fakes import together
 from tests.programs import INGRESS, UVICORN, environment, process, write_module
-from tests.servers import PATIENCE_S, get, set_flags, wait_until
+from tests.servers import PATIENCE_S, get, overview, set_flags, wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -135,6 +136,11 @@ def user_module(tmp_path: Path) -> Iterator[Load]:
         del sys.modules[name]
 
 
+@pytest.fixture
+def blocking(user_module: Load, gate: Gate) -> ModuleType:
+    return user_module(BLOCKING, gate=gate)
+
+
 def line_of(module: ModuleType, text: str) -> tuple[str, int]:
     """Return the number of the one line that contains a text."""
     assert module.__file__ is not None
@@ -200,34 +206,23 @@ model = Model.bind()
 
 
 @pytest.mark.reliability("B07")
-@pytest.mark.parametrize("separate", ["0", "1"])
 @pytest.mark.parametrize("backend", [UVLOOP, ASYNCIO], ids=["uvloop", "asyncio"])
 def test_a_call_that_blocks_is_reported_with_its_line(
-    user_module: Load,
-    gate: Gate,
-    records: Records,
-    monkeypatch: pytest.MonkeyPatch,
-    separate: str,
-    backend: dict[str, Any],
+    separate: str, backend: dict[str, Any], blocking: ModuleType, gate: Gate, records: Records
 ) -> None:
-    set_flags(monkeypatch, separate)
-    module = user_module(BLOCKING, gate=gate)
-    with TestClient(module.model, backend_options=backend) as client:
-        answers: list[Any] = []
-        headers = {"x-request-id": "mine"}
-        request = threading.Thread(
-            target=lambda: answers.append(client.get("/blocking", headers=headers))
-        )
-        request.start()
-        wait_until(gate.standing)
+    with (
+        TestClient(blocking.model, backend_options=backend) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        request = threads.submit(client.get, "/blocking", headers={"x-request-id": "mine"})
         standing = gate.open_when_noticed()
-        request.join(PATIENCE_S)
-        (replica,) = serve.status().applications["default"].deployments["Model"].replicas
+        assert request.result().json() == "x"
+        (replica,) = overview("Model").replicas
 
     (stall,) = gate.over()
     for each in (standing, stall):
         assert (each.reason, each.method) == (StallReason.BLOCKED, "Model.blocking")
-        assert (each.place.file, each.place.line) == line_of(module, "# here")
+        assert (each.place.file, each.place.line) == line_of(blocking, "# here")
         assert (each.application, each.deployment, each.replica) == ("default", "Model", "0")
         assert (each.request_ids, each.waited, each.calls) == (("mine",), 0, 1)
     assert stall.duration_ms >= standing.duration_ms >= 100
@@ -237,7 +232,6 @@ def test_a_call_that_blocks_is_reported_with_its_line(
     text = record.getMessage()
     assert f"in Model.blocking (request mine), at {stall.place}: `gate.opened.wait(20)" in text
     assert f"for {stall.duration_ms:.0f} ms" in text
-    assert answers[0].json() == "x"
     assert sum(replica.stall_ms["Model.blocking"].buckets) == 1
 
 
@@ -314,24 +308,23 @@ def run(module: ModuleType) -> serve.DeploymentHandle:
     [("plain", "Model.plain"), ("streaming", "Model.streaming"), ("spawning", "later")],
 )
 def test_a_def_a_generator_and_a_task_of_the_users_own_are_named_by_what_we_called(
-    user_module: Load, gate: Gate, records: Records, method: str, named: str
+    blocking: ModuleType, gate: Gate, records: Records, method: str, named: str
 ) -> None:
-    module = user_module(BLOCKING, gate=gate)
     is_stream = method == "streaming"
-    response = getattr(run(module).options(stream=is_stream), method).remote()
+    response = getattr(run(blocking).options(stream=is_stream), method).remote()
     stall = gate.open_when_noticed()
     assert (next(response) if is_stream else response.result(timeout_s=PATIENCE_S)) == "x"
 
     assert stall.request_ids == (response.request_id,)
     assert stall.method == named
-    assert (stall.place.file, stall.place.line) == line_of(module, "# here")
+    assert (stall.place.file, stall.place.line) == line_of(blocking, "# here")
     wait_until(lambda: records.all)
     assert [each.request_id for each in records.all] == [response.request_id]  # type: ignore[attr-defined]
 
 
-def test_a_batch_is_reported_with_all_its_requests(user_module: Load, gate: Gate) -> None:
-    handle = run(user_module(BLOCKING, gate=gate))
-    responses = [handle.batched.remote(number) for number in range(2)]
+def test_a_batch_is_reported_with_all_its_requests(blocking: ModuleType, gate: Gate) -> None:
+    batched = run(blocking).batched
+    responses = [batched.remote(number) for number in range(2)]
     stall = gate.open_when_noticed()
     assert [each.result(timeout_s=PATIENCE_S) for each in responses] == ["x", "x"]
 
@@ -340,9 +333,9 @@ def test_a_batch_is_reported_with_all_its_requests(user_module: Load, gate: Gate
 
 
 def test_the_requests_that_waited_are_counted(
-    user_module: Load, gate: Gate, records: Records
+    blocking: ModuleType, gate: Gate, records: Records
 ) -> None:
-    handle = run(user_module(BLOCKING, gate=gate))
+    handle = run(blocking)
     first = handle.plain.remote()
     wait_until(gate.standing)
     others = [handle.waiting.remote() for _ in range(3)]
@@ -358,10 +351,10 @@ def test_the_requests_that_waited_are_counted(
 
 
 def test_a_request_that_waits_without_blocking_is_not_reported(
-    user_module: Load, gate: Gate, records: Records
+    blocking: ModuleType, gate: Gate, records: Records
 ) -> None:
-    waits = serve.run(user_module(BLOCKING, gate=gate).model, name="waits", route_prefix=None)
-    blocks = serve.run(user_module(BLOCKING, gate=gate).model, name="blocks", route_prefix=None)
+    waits = serve.run(blocking.model, name="waits", route_prefix=None)
+    blocks = serve.run(blocking.model, name="blocks", route_prefix=None)
     responses = [waits.waiting.remote() for _ in range(20)]
     responses.append(blocks.plain.remote())
     gate.open_when_noticed()  # long enough for each response
@@ -374,30 +367,28 @@ def test_a_request_that_waits_without_blocking_is_not_reported(
 
 
 def test_a_line_is_logged_once_a_minute_and_counted_each_time(
-    user_module: Load, records: Records
+    blocking: ModuleType, records: Records
 ) -> None:
+    handle = run(blocking)
     gates = [Gate() for _ in range(3)]
-    handle = run(user_module(BLOCKING, gate=gates[0]))
-    module = sys.modules["users_0"]
     for number, gate in enumerate(gates, 1):
-        vars(module)["gate"] = gate
+        vars(blocking)["gate"] = gate
         response = handle.plain.remote()
         wait_until(gate.standing)
         gate.opened.set()
         assert response.result(timeout_s=PATIENCE_S) == "x"
         wait_until(lambda number=number: len(gates[0].over()) == number)  # type: ignore[misc]
-    (replica,) = serve.status().applications["default"].deployments["Model"].replicas
 
-    assert replica.stall_ms["Model.plain"].count == 3
+    assert overview("Model").replicas[0].stall_ms["Model.plain"].count == 3
     assert len(records.all) == 1
 
 
 @pytest.mark.reliability("B07")
 def test_a_stall_that_does_not_end_is_logged_before_it_does(
-    user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
+    blocking: ModuleType, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STALL_THRESHOLD_MS, "10")
-    response = run(user_module(BLOCKING, gate=gate)).plain.remote()
+    response = run(blocking).plain.remote()
     wait_until(lambda: records.all)
     assert "has been stalled for" in records.all[0].getMessage()
     gate.opened.set()
@@ -409,10 +400,9 @@ def test_a_stall_that_does_not_end_is_logged_before_it_does(
 
 
 def test_a_replica_that_is_left_behind_blocked_is_reported(
-    user_module: Load, gate: Gate, records: Records
+    blocking: ModuleType, gate: Gate, records: Records
 ) -> None:
-    module = user_module(BLOCKING, gate=gate)
-    deployment = module.Model.options(graceful_shutdown_timeout_s=0.1)
+    deployment = blocking.Model.options(graceful_shutdown_timeout_s=0.1)
     response = serve.run(deployment.bind(), route_prefix=None).plain.remote()
     wait_until(gate.standing)
     serve.shutdown()
@@ -428,8 +418,10 @@ def test_a_replica_that_is_left_behind_blocked_is_reported(
 class Result: ...
 
 
-def test_nothing_of_a_request_is_kept_for_having_been_seen(user_module: Load, gate: Gate) -> None:
-    response = run(user_module(BLOCKING, gate=gate)).making.remote(Result)
+def test_nothing_of_a_request_is_kept_for_having_been_seen(
+    blocking: ModuleType, gate: Gate
+) -> None:
+    response = run(blocking).making.remote(Result)
     gate.open_when_noticed()
     result = weakref.ref(response.result(timeout_s=PATIENCE_S))
     del response
@@ -486,8 +478,8 @@ def test_a_worker_thread_that_keeps_the_gil_is_named(
     response = run(module).remote()
 
     def starved() -> list[serve.Stall]:
-        waits = [each for each in gate.over() if each.deployment == "Waits"]
-        return [each for each in waits if each.reason is StallReason.GIL]
+        wanted = ("Waits", StallReason.GIL)
+        return [each for each in gate.over() if (each.deployment, each.reason) == wanted]
 
     wait_until(starved)
     gate.opened.set()
@@ -567,16 +559,12 @@ def test_an_installed_package_of_the_users_is_the_users(user_module: Load, gate:
     response = run(module).plain.remote()
     stall = gate.open_when_noticed()
     response.result(timeout_s=PATIENCE_S)
-
     assert (stall.place.file, stall.place.line) == line_of(module, "# here")
 
 
-def test_the_thread_lives_from_the_first_application_to_the_last(
-    user_module: Load, gate: Gate
-) -> None:
-    module = user_module(BLOCKING, gate=gate)
+def test_the_thread_lives_from_the_first_application_to_the_last(blocking: ModuleType) -> None:
     for name in ("a", "b"):
-        serve.run(module.model, name=name, route_prefix=None)
+        serve.run(blocking.model, name=name, route_prefix=None)
         assert len(watchdogs()) == 1
     serve.delete("a")
     assert len(watchdogs()) == 1
@@ -584,19 +572,16 @@ def test_the_thread_lives_from_the_first_application_to_the_last(
     assert watchdogs() == []
 
 
-def test_it_can_be_switched_off(
-    user_module: Load, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_can_be_switched_off(blocking: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STALL_THRESHOLD_MS, "0")
-    run(user_module(BLOCKING, gate=gate))
-
+    run(blocking)
     assert watchdogs() == []
 
 
-def test_a_signal_handler_of_the_users_is_kept(user_module: Load, gate: Gate) -> None:
+def test_a_signal_handler_of_the_users_is_kept(blocking: ModuleType) -> None:
     def mine(*_: object) -> None: ...
 
-    run(user_module(BLOCKING, gate=gate))
+    run(blocking)
     for handler in (mine, signal.SIG_IGN, signal.SIG_DFL):
         previous = signal.signal(signal.SIGUSR1, handler)
         try:
@@ -651,12 +636,12 @@ def test_a_loop_that_is_closed_without_a_word_is_let_go_of() -> None:
 
 @pytest.mark.usefixtures("switch_interval")
 def test_every_request_is_answered_while_their_frames_are_read(
-    user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
+    blocking: ModuleType, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_flags(monkeypatch, "1", sync="1")
     monkeypatch.setenv(STALL_THRESHOLD_MS, "0.001")  # whenever a heartbeat is not answered at once
     gate.opened.set()
-    handle = run(user_module(BLOCKING, gate=gate))
+    handle = run(blocking)
     methods = (handle.plain, handle.free, handle.waiting, handle.spawning)
 
     def many_stood_still() -> bool:
@@ -778,8 +763,7 @@ def test_sigusr1_logs_the_recent_stalls(tmp_path: Path, command: str, separate: 
 
 def test_a_process_that_was_stopped_and_goes_on_reports_nothing(tmp_path: Path) -> None:
     write_module(tmp_path, "users", APPLICATION)
-    environ = environment(tmp_path)
-    with process([*UVICORN, "users:model"], tmp_path, environ) as server:
+    with process([*UVICORN, "users:model"], tmp_path, environment(tmp_path)) as server:
         port = server.port
         for _ in range(3):
             assert get(port, "/free").status == 200

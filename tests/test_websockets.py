@@ -230,8 +230,8 @@ def test_a_handler_ends_as_it_likes_after_its_client_has_left_or_is_cancelled(
 
 SCOPE = {
     "type": "websocket",
-    "path": "/",
-    "raw_path": b"/",
+    "path": "/socket",
+    "raw_path": b"/socket",
     "query_string": b"",
     "headers": [],
     "subprotocols": [],
@@ -246,12 +246,8 @@ SCOPE = {
 def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, kind: str) -> None:
     may_receive = Latch()
     got: list[int] = []
-    app = FastAPI()
 
-    @serve.deployment
-    @serve.ingress(app)
-    class Slow:
-        @app.websocket("/")
+    class Slow(Handlers):
         async def socket(self, websocket: WebSocket) -> None:
             await websocket.accept()
             await may_receive
@@ -272,7 +268,7 @@ def test_the_socket_is_not_read_while_the_handler_does_not_receive(size: int, ki
         async def send(message: Any) -> None:
             pass
 
-        serving = asyncio.ensure_future(bind(Slow)(SCOPE, receive, send))
+        serving = asyncio.ensure_future(application(Slow())(SCOPE, receive, send))
         # `connect`, the messages in the queue, and one that waits for room in it.
         room = WEBSOCKET_MESSAGES if size == 1 else 4
         assert 1 < await asyncio.to_thread(steady, lambda: read) <= 1 + room + 1
@@ -296,12 +292,8 @@ def test_a_flood_of_messages_waits_at_the_client_and_arrives_in_order(implementa
     may_receive = Latch(timeout_s=PATIENCE_S)
     sent, got = [0], list[int]()
     padding = "x" * 10_000
-    app = FastAPI()
 
-    @serve.deployment
-    @serve.ingress(app)
-    class Slow:
-        @app.websocket("/")
+    class Slow(Handlers):
         async def socket(self, websocket: WebSocket) -> None:
             await websocket.accept()
             await websocket.send_text("ready")
@@ -316,9 +308,9 @@ def test_a_flood_of_messages_waits_at_the_client_and_arrives_in_order(implementa
             client.send(f"{number} {padding}")
             sent[0] += 1
 
-    with uvicorn_in_a_thread(bind(Slow), {"ws": implementation}) as port:
+    with uvicorn_in_a_thread(application(Slow()), {"ws": implementation}) as port:
         # Without compression, which leaves nothing of them.
-        with connect(f"ws://127.0.0.1:{port}/", proxy=None, compression=None) as client:
+        with connect(f"ws://127.0.0.1:{port}/socket", proxy=None, compression=None) as client:
             assert client.recv(timeout=PATIENCE_S) == "ready"
             flooding = threading.Thread(target=flood, args=(client,))
             flooding.start()
@@ -336,12 +328,7 @@ def test_a_flood_of_messages_waits_at_the_client_and_arrives_in_order(implementa
 def test_messages_arrive_in_order_at_a_client_that_reads_now_and_then(
     implementation: str, switch_interval: None
 ) -> None:
-    app = FastAPI()
-
-    @serve.deployment
-    @serve.ingress(app)
-    class Numbers:
-        @app.websocket("/")
+    class Numbers(Handlers):
         async def socket(self, websocket: WebSocket) -> None:
             await websocket.accept()
             for number in range(3_000):  # some alone, some together, some more than a buffer holds
@@ -351,8 +338,10 @@ def test_messages_arrive_in_order_at_a_client_that_reads_now_and_then(
                 await websocket.send_bytes(b"%d %b" % (number, padding))
 
     with (
-        uvicorn_in_a_thread(bind(Numbers), {"ws": implementation}) as port,
-        connect(f"ws://127.0.0.1:{port}/", proxy=None, compression=None, max_queue=1) as client,
+        uvicorn_in_a_thread(application(Numbers()), {"ws": implementation}) as port,
+        connect(
+            f"ws://127.0.0.1:{port}/socket", proxy=None, compression=None, max_queue=1
+        ) as client,
     ):
         for number in range(3_000):
             if number % 500 == 0:
@@ -364,19 +353,14 @@ def test_messages_arrive_in_order_at_a_client_that_reads_now_and_then(
 
 
 def test_a_message_that_the_server_cannot_send_ends_the_connection_after_those_before_it() -> None:
-    app = FastAPI()
-
-    @serve.deployment
-    @serve.ingress(app)
-    class Careless:
-        @app.websocket("/")
+    class Careless(Handlers):
         async def socket(self, websocket: WebSocket) -> None:
             await websocket.accept()
             for content in ("one", "two", 3, "four"):
                 await websocket.send({"type": "websocket.send", "text": content})
             await asyncio.sleep(PATIENCE_S)
 
-    with open_socket(served(bind(Careless)), "/") as client:
+    with open_socket(served(application(Careless())), "/socket") as client:
         assert client.recv(timeout=PATIENCE_S) == "one"
         assert client.recv(timeout=PATIENCE_S) == "two"
         with pytest.raises(ConnectionClosed):
@@ -387,12 +371,8 @@ def test_a_message_that_the_server_cannot_send_ends_the_connection_after_those_b
 @pytest.mark.parametrize("size", [1, WEBSOCKET_BYTES // 4], ids=["small", "large"])
 def test_send_waits_while_the_client_does_not_read(size: int) -> None:
     sent = 0
-    app = FastAPI()
 
-    @serve.deployment
-    @serve.ingress(app)
-    class Fast:
-        @app.websocket("/")
+    class Fast(Handlers):
         async def socket(self, websocket: WebSocket) -> None:
             nonlocal sent
             await websocket.accept()
@@ -417,20 +397,15 @@ def test_send_waits_while_the_client_does_not_read(size: int) -> None:
                 await may_send.wait()
             messages.append(message)
 
-        serving = asyncio.ensure_future(bind(Fast)(SCOPE, receive, send))
+        serving = asyncio.ensure_future(application(Fast())(SCOPE, receive, send))
         room = WEBSOCKET_MESSAGES if size == 1 else 4
         assert await asyncio.to_thread(steady, lambda: sent) <= room
         may_send.set()
         await serving
         return messages
 
-    messages = asyncio.run(main())
-
-    assert [each["type"] for each in messages] == [
-        "websocket.accept",
-        *["websocket.send"] * 100,
-        "websocket.close",
-    ]
+    kinds = [each["type"] for each in asyncio.run(main())]
+    assert kinds == ["websocket.accept", *["websocket.send"] * 100, "websocket.close"]
 
 
 def test_a_connection_stays_on_the_replica_it_was_opened_on() -> None:

@@ -250,8 +250,7 @@ def built_by_function(places: list[str]) -> serve.Application:
         places.append(here())
         return FastAPI()
 
-    class K:
-        pass
+    class K: ...
 
     return serve.deployment(serve.ingress(build)(K)).bind()
 
@@ -311,9 +310,8 @@ def test_as_many_yield_dependencies_run_at_once_as_requests(
     async def ask() -> list[str]:
         transport = httpx.ASGITransport(application)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            answers = await asyncio.gather(
-                *(client.get("/", timeout=TIMEOUT_S) for _ in range(requests))
-            )
+            asked = [client.get("/", timeout=TIMEOUT_S) for _ in range(requests)]
+            answers = await asyncio.gather(*asked)
         await application.aclose()
         return [answer.json() for answer in answers]
 

@@ -135,8 +135,7 @@ def test_no_other_request_begins_while_a_generator_blocks_the_loop(
 # "Better streaming example: Yields items without blocking the loop."
 # "Prefer async def generators that use await between yields."
 @pytest.mark.parametrize(
-    ("cls", "flag"),
-    [(AsyncGenerator, "0"), (AsyncDefReturnsAsyncGenerator, "0"), (Generator, "1")],
+    ("cls", "flag"), [(AsyncGenerator, "0"), (AsyncDefReturnsAsyncGenerator, "0"), (Generator, "1")]
 )
 def test_streams_that_leave_the_loop_free_go_on_side_by_side(
     monkeypatch: pytest.MonkeyPatch, cls: type[Stream], flag: str

@@ -84,10 +84,7 @@ def test_each_method_warns_once_in_a_process_however_often_it_is_called() -> Non
         def b(self) -> int:
             return 1
 
-    assert warned(K, *"ababab") == [
-        ("K.a", "def a(self) -> int:"),
-        ("K.b", "def b(self) -> int:"),
-    ]
+    assert warned(K, *"ababab") == [("K.a", "def a(self) -> int:"), ("K.b", "def b(self) -> int:")]
     assert warned(K, *"ababab") == []
 
 

@@ -49,9 +49,7 @@ MODULES = ("config", "context", "exceptions", "handle", "schema")
 REFUSED = "in one process: refused when it is run; the Ray engine acts on it"
 RECORDED = "in one process: recorded, with a warning; the Ray engine acts on it"
 PRIVATE_OF_RAY = "for Ray's own use"
-MISSING = {
-    *(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_TASKS, REPLICAS, STATE, NAMES["llm"]),
-}
+MISSING = {*(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_TASKS, REPLICAS, STATE, NAMES["llm"])}
 """The advice for features without a counterpart; other absent names are absent on purpose."""
 WITHOUT_EFFECT = {
     "handle.DeploymentHandle.shutdown": "does nothing but warn: a handle holds no resources",
@@ -60,7 +58,7 @@ WITHOUT_EFFECT = {
 WITH_ANOTHER_EFFECT = {
     "serve.deployment(max_constructor_retry_count)": (
         "a first start is tried again only if it is given, see deviations.md"
-    ),
+    )
 }
 WITHOUT_EFFECT_HERE: set[str] = set()
 LONGEST_DEFAULT = 30

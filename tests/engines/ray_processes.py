@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.servers import INGRESS, ROOT, ServerProcess
+from tests.servers import free_port as free_port
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 PATIENCE_S = 60.0  # a replica is a process that imports Ray
@@ -28,11 +28,6 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
     sys.stdin.read()
     ray.shutdown()
 """
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -74,6 +69,21 @@ def environment(folder: Path, **environ: str) -> dict[str, str]:
         **QUIET,
         **environ,
     }
+
+
+def ended(
+    command: list[str], folder: Path, timeout_s: float = PATIENCE_S, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, in a folder whose modules it can import."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(folder, **environ),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 @contextmanager

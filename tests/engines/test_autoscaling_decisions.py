@@ -86,10 +86,7 @@ def history(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             "current_time": now,
         }
         count, state, trend = decided(
-            AutoscalingContext(**context, policy_state=dict(state), config=mine),
-            policy,
-            trend,
-            now,
+            AutoscalingContext(**context, policy_state=dict(state), config=mine), policy, trend, now
         )
         answer, rays_state = rays_policy(
             their_config.AutoscalingContext(**context, policy_state=dict(rays_state), config=rays)
@@ -101,8 +98,6 @@ def history(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.reliability("D05")
-def test_a_thousand_random_histories_are_decided_as_by_ray(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thousand_random_histories_are_decided_as_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(HISTORIES):
         history(seed, monkeypatch)

@@ -20,7 +20,14 @@ import httpx
 import pytest
 
 from ingress.engines.ray import check_installed
-from tests.engines.ray_processes import PATIENCE_S, cluster, environment, free_port, wait_until
+from tests.engines.ray_processes import (
+    PATIENCE_S,
+    cluster,
+    ended,
+    environment,
+    free_port,
+    wait_until,
+)
 from tests.servers import INGRESS, ServerProcess
 
 pytest.importorskip("ray", exc_type=ImportError)
@@ -102,15 +109,7 @@ class Cluster:
             return 0
 
     def ingress(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*INGRESS, *arguments, "--address", self.address],
-            cwd=self.folder,
-            env=environment(self.folder),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        return ended([*INGRESS, *arguments, "--address", self.address], self.folder)
 
 
 def expect(server: ServerProcess, pattern: str) -> str:
@@ -237,21 +236,12 @@ def test_a_cluster_of_its_own_that_is_too_small_is_refused_before_serve_starts(
         "def huge(): return 1\n"
         "app = huge.bind()\n"
     )
-    ran = subprocess.run(
-        [*INGRESS, "run", "huge:app", "--engine", "ray", "--port", str(free_port())],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    command = [*INGRESS, "run", "huge:app", "--engine", "ray", "--port", str(free_port())]
+    ran = ended(command, tmp_path)
 
     assert ran.returncode == 1
-    message = (
-        f"deployment 'huge' asks for 1 x {cpus + 1.5:g} CPU, and the cluster that this process"
-    )
-    assert message in ran.stderr
+    asks = f"deployment 'huge' asks for 1 x {cpus + 1.5:g} CPU, and the cluster that this process"
+    assert asks in ran.stderr
     assert f"has {cpus} CPU" in ran.stderr
     assert "Started Serve" not in ran.stderr + ran.stdout
 
@@ -291,15 +281,7 @@ print("over")
 
 def test_a_script_that_shuts_down_prints_nothing_of_tasks_to_be_tried_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(port=free_port()))
-    ran = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path, RAY_ADDRESS="local"),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    ran = ended([sys.executable, "script.py"], tmp_path, RAY_ADDRESS="local")
 
     output = ran.stdout + ran.stderr
     assert ran.returncode == 0, output

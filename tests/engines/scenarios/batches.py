@@ -348,11 +348,7 @@ def a_def_may_be_batched(it: Client) -> Any:
     return [each if isinstance(each, str) else each[0] for each in found]
 
 
-@scenario(
-    BATCH,
-    None,
-    Deviation("tests and scripts", row="`@batch` outside of a replica"),
-)
+@scenario(BATCH, None, Deviation("tests and scripts", row="`@batch` outside of a replica"))
 def a_batch_runs_outside_of_a_replica(it: Client) -> Any:
     @serve.batch(max_batch_size=2, batch_wait_timeout_s=5)
     async def doubled(values: list[int]) -> list[int]:

@@ -48,11 +48,7 @@ def an_unknown_option_is_a_type_error_that_names_it(it: Client) -> Any:
     ]
 
 
-@scenario(
-    DEPLOYMENT,
-    None,
-    Deviation("a deprecated alias", row="`max_concurrent_queries`"),
-)
+@scenario(DEPLOYMENT, None, Deviation("a deprecated alias", row="`max_concurrent_queries`"))
 def the_older_name_of_max_ongoing_requests(it: Client) -> Any:
     import warnings
 
@@ -116,9 +112,7 @@ def what_is_no_class_and_no_function_is_no_deployment(it: Client) -> Any:
 
 
 @scenario(
-    DEPLOYMENT,
-    None,
-    Deviation("a mistake is told where it is made", columns=("local", "ray")),
+    DEPLOYMENT, None, Deviation("a mistake is told where it is made", columns=("local", "ray"))
 )
 def arguments_that_the_constructor_does_not_take_are_told_at_bind(it: Client) -> Any:
     return outcome(lambda: decorated().bind("a", "b") and "bound")
@@ -158,11 +152,7 @@ def mistakes_with_ingress_are_told(it: Client) -> Any:
     ]
 
 
-@scenario(
-    "FastAPI classes",
-    None,
-    Deviation("the right order is told, as a mistake in types"),
-)
+@scenario("FastAPI classes", None, Deviation("the right order is told, as a mistake in types"))
 def the_decorators_in_the_wrong_order_are_told(it: Client) -> Any:
     ingress: Any = serve.ingress
     return refused(lambda: ingress(FastAPI())(decorated()), "@serve.ingress")
@@ -182,11 +172,7 @@ def an_endpoint_without_self_is_told(it: Client) -> Any:
     return refused(decorate, "self", "first argument")
 
 
-@scenario(
-    "FastAPI classes",
-    None,
-    Deviation("as written", row="subclass of an ingress class"),
-)
+@scenario("FastAPI classes", None, Deviation("as written", row="subclass of an ingress class"))
 def a_subclass_of_an_ingress_class_may_have_a_plain_constructor(it: Client) -> Any:
     def decorate() -> str:
         app = FastAPI()

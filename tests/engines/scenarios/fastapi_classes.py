@@ -103,9 +103,7 @@ class Shop:
 
     @app.get("/place/dependencies")
     async def places(
-        self,
-        plain: str = Depends(plain_dependency),
-        coroutine: str = Depends(coroutine_dependency),
+        self, plain: str = Depends(plain_dependency), coroutine: str = Depends(coroutine_dependency)
     ) -> list[str]:
         return [plain, coroutine]
 
@@ -425,8 +423,7 @@ def routed() -> Any:
 
 ROUTERS = "Routers in a FastAPI class"
 GUARD_KEPT = Deviation(
-    "an auth guard must not be bypassed",
-    row="include-level `dependencies=` in an ingress app",
+    "an auth guard must not be bypassed", row="include-level `dependencies=` in an ingress app"
 )
 
 
@@ -671,11 +668,7 @@ def no_lifespan() -> Any:
     return made(serve.ingress(NoLifespan())(type("Without", (), {}))).bind()
 
 
-@scenario(
-    "Other ASGI apps",
-    None,
-    Deviation("served without", row="apps without lifespan support"),
-)
+@scenario("Other ASGI apps", None, Deviation("served without", row="apps without lifespan support"))
 def an_app_that_knows_no_lifespan_is_served(it: Client) -> Any:
     return served_at(it, no_lifespan, "without")
 

@@ -12,9 +12,7 @@ from tests.engines.probe import hold, note, notes, open_gate, wait_for_notes
 from tests.engines.suite import Deviation, scenario
 
 BY_REFERENCE = Deviation(
-    "in one process nothing is copied",
-    row="arguments and results of handles",
-    columns=("local",),
+    "in one process nothing is copied", row="arguments and results of handles", columns=("local",)
 )
 CHECKED = Deviation("a typo is found where it is made", row="`hasattr(handle, name)`")
 
@@ -204,9 +202,7 @@ def a_cancelled_request_says_its_id(it: Client) -> Any:
 
 
 @scenario(
-    "Cancellation",
-    worker,
-    Deviation("what was answered was not cancelled", row="`cancelled()`"),
+    "Cancellation", worker, Deviation("what was answered was not cancelled", row="`cancelled()`")
 )
 def cancel_after_the_answer_changes_nothing_but_what_cancelled_says(it: Client) -> Any:
     response = it.handle.remote("value")
@@ -216,9 +212,7 @@ def cancel_after_the_answer_changes_nothing_but_what_cancelled_says(it: Client) 
 
 
 @scenario(
-    "Cancellation",
-    worker,
-    Deviation("the call is over, wherever it is", row="`cancelled()`"),
+    "Cancellation", worker, Deviation("the call is over, wherever it is", row="`cancelled()`")
 )
 def cancelling_the_awaiting_task_is_a_cancelled_error(it: Client) -> Any:
     async def awaited() -> Any:
@@ -291,11 +285,7 @@ def an_unknown_option_of_a_handle_is_a_type_error(it: Client) -> Any:
     return outcome(lambda: it.handle.options(absent=1))
 
 
-@scenario(
-    "Methods of handles",
-    worker,
-    Deviation("a handle is a value", columns=("local", "ray")),
-)
+@scenario("Methods of handles", worker, Deviation("a handle is a value", columns=("local", "ray")))
 def a_handle_can_be_copied_deeply(it: Client) -> Any:
     return outcome(lambda: copy.deepcopy(it.handle).remote(1).result())
 

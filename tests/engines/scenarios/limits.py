@@ -18,10 +18,7 @@ from tests.engines.probe import (
 )
 from tests.engines.suite import Deviation, scenario
 
-EXACT = Deviation(
-    "exact, and with advice",
-    row="`max_queued_requests`",
-)
+EXACT = Deviation("exact, and with advice", row="`max_queued_requests`")
 
 
 class Two:
@@ -178,10 +175,7 @@ def http_429() -> Any:
     return limited(Full).bind("http-429")
 
 
-@scenario(
-    "`max_queued_requests`",
-    http_429,
-)
+@scenario("`max_queued_requests`", http_429)
 def a_deployment_may_answer_429_with_retry_after(it: Client) -> Any:
     return refused_over_http(it, "http-429")
 
