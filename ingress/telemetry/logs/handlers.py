@@ -52,17 +52,18 @@ def _has_colors(stream: str) -> bool:
 
 
 class Printer(logging.Handler):
-    """A handler that prints on "stdout" or "stderr", in a thread of the sink's own."""
+    """A handler that prints on `stream`, in a thread of the sink's own."""
 
-    def __init__(self, stream: str = "stderr", level: int = logging.NOTSET) -> None:
+    stream = "stderr"
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
         super().__init__(level)
-        self._stream = stream
-        self._sink = _SINKS[stream]
+        self._sink = _SINKS[self.stream]
         self.addFilter(RequestFilter())
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._sink.put(formatter_for(record, colors=_has_colors(self._stream)).format(record))
+            self._sink.put(formatter_for(record, colors=_has_colors(self.stream)).format(record))
         except Exception:
             self.handleError(record)
 
@@ -76,11 +77,10 @@ class AccessPrinter(Printer):
     A line is formatted by the sink's thread: an event loop only makes the record.
     """
 
-    def __init__(self, stream: str = "stdout", level: int = logging.NOTSET) -> None:
-        super().__init__(stream, level)
+    stream = "stdout"
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._sink.put(partial(_access_line, record, self._stream), _ACCESS_SIZE)
+        self._sink.put(partial(_access_line, record, self.stream), _ACCESS_SIZE)
 
 
 def _access_line(record: logging.LogRecord, stream: str) -> str:
