@@ -52,8 +52,8 @@ class StopSignals:
             for number in stop_signals():
                 if self._hang_up is None or number != hang_up:
                     self._previous[number] = signal.signal(number, self._on_signal)
-            if self._hang_up is not None and hang_up is not None:
-                self._previous[hang_up] = signal.signal(hang_up, self._on_hang_up)
+            if (call := self._hang_up) is not None and hang_up is not None:
+                self._previous[hang_up] = signal.signal(hang_up, lambda *_: call())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,10 +82,6 @@ class StopSignals:
         self._signals.put(number)
         if self._is_starting:
             raise Stopped(number)
-
-    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
-        assert self._hang_up is not None
-        self._hang_up()
 
 
 def stop_signals() -> list[signal.Signals]:
