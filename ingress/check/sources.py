@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterable, Iterator
@@ -14,11 +13,6 @@ from pathlib import Path
 from types import CodeType
 
 OURS = Path(__file__).parents[1]
-_LIBRARIES = [
-    Path(path).resolve()
-    for name, path in sysconfig.get_paths().items()
-    if name in ("stdlib", "platstdlib", "purelib", "platlib")
-]
 _CONSUMERS = {"all", "any", "dict", "list", "max", "min", "next", "set", "sorted", "sum", "tuple"}
 _NOQA = re.compile(r"#\s*noqa(?P<codes>\s*:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*)?", re.I)
 _CODE = re.compile(r"[A-Z]+[0-9]+")
@@ -263,15 +257,6 @@ class Sources:
         if file is not None and name in file.imports and full_name not in self._functions and depth:
             return self._followed(file.imports[name], depth - 1)
         return full_name
-
-
-def is_users(path: Path) -> bool:
-    """Return whether a file is outside the standard library, installed packages and ingress."""
-    return not (
-        "site-packages" in path.parts
-        or path.is_relative_to(OURS)
-        or any(path.is_relative_to(library) for library in _LIBRARIES)
-    )
 
 
 def dotted(expression: ast.AST) -> str:

@@ -22,7 +22,8 @@ from types import FunctionType
 from typing import Any
 
 from ingress.app.declaration.build import BuiltDeployment
-from ingress.check.sources import OURS, Function, Sources, dotted, is_users
+from ingress.check.sources import OURS, Function, Sources, dotted
+from ingress.core.base.libraries import is_library
 from ingress.core.base.settings import Settings
 from ingress.core.execution.execution import (
     ExecutionMode,
@@ -120,7 +121,7 @@ def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir
         seen.add(name)
         resolved = Path(path).resolve()
         is_package = name.partition(".")[0] == package and not resolved.is_relative_to(OURS)
-        if not is_package and not (resolved.is_relative_to(root) and is_users(resolved)):
+        if not is_package and not (resolved.is_relative_to(root) and not is_library(str(resolved))):
             continue
         file = sources.add(resolved, name)
         # In `a.b.c` any prefix may be the module, and its packages are imported, too.
