@@ -25,6 +25,7 @@ from typing import Any
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, StreamingResponse
 
+from ingress.app.asgi.bad_results import own_nodes
 from ingress.app.batching.batching import RECEIVERS
 from ingress.core.execution.execution import Kind, code_of, kind
 
@@ -66,19 +67,11 @@ def mentions(func: Callable[..., object], owner: type | None = None) -> Iterator
         return  # no file, or a lambda in the middle of a line
     names = _Names(function, owner)
     seen = set()
-    for node in _inside(tree.body[0]):
+    for node in own_nodes(tree.body[0]):
         for mention in names.read(node):
             if mention.key not in seen:
                 seen.add(mention.key)
                 yield mention
-
-
-def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without those of the functions in it."""
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-            yield from _inside(child)
 
 
 def _may_mention(function: FunctionType) -> bool:
