@@ -30,6 +30,7 @@ from starlette.datastructures import State
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from ingress.app.declaration.arguments import dict_of, slots_of
 from ingress.app.declaration.assignments import place_of, shown
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.loop_makers import (
@@ -339,21 +340,9 @@ def _some(values: Iterable[T]) -> list[T]:
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes that an instance has itself, without a line of its code."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        own = {}
-    if isinstance(own, dict):
-        yield from _some(own.items())
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            descriptor = cls.__dict__.get(slot)
-            if inspect.ismemberdescriptor(descriptor):
-                try:
-                    yield slot, descriptor.__get__(value, cls)
-                except AttributeError:
-                    continue
+    yield from _some(dict_of(value).items())
+    for slot, each in slots_of(value):
+        yield slot.__name__, each
 
 
 def _dependency(value: object) -> object:
