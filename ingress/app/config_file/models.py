@@ -42,11 +42,6 @@ def _import_path(value: str) -> str:
     return value
 
 
-def _prefix(value: str | None) -> str | None:
-    check_prefix(value)
-    return value
-
-
 def _name(value: str) -> str:
     if not value:
         raise ValueError("an application's name must not be empty; leave it out for 'default'")
@@ -131,7 +126,7 @@ class ApplicationConfig(Options):
     }
 
     name: Annotated[str, AfterValidator(_name)] = "default"
-    route_prefix: Annotated[str | None, AfterValidator(_prefix)] = "/"
+    route_prefix: Annotated[str | None, AfterValidator(check_prefix)] = "/"
     import_path: Annotated[str, AfterValidator(_import_path)]
     args: dict[str, Any] = Field(default_factory=dict)
     runtime_env: RuntimeEnv = Field(default_factory=RuntimeEnv)

@@ -57,9 +57,9 @@ def _origin(node: ast.ImportFrom, module: str) -> str:
     return ".".join([*parts, *filter(None, [node.module])])
 
 
-def shown(file: str) -> str:
+def shown(file: str | Path) -> str:
     """Return a path as it is shown: relative to the current folder, if it is below."""
     try:
         return str(Path(file).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
-        return file
+        return str(file)

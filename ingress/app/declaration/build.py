@@ -150,11 +150,7 @@ def fill(
 
     Containers and objects with a slot are copied; all others are the user's own.
     """
-
-    def handle(slot: HandleSlot) -> object:
-        return make_handle(slot.deployment_name)
-
-    return replaced((args, kwargs), HandleSlot, handle)
+    return replaced((args, kwargs), HandleSlot, lambda slot: make_handle(slot.deployment_name))
 
 
 @dataclass(slots=True)
@@ -176,14 +172,15 @@ class _Flattening:
                 "with serve.get_deployment_handle(name)"
             )
         self.unfinished.append(node)
-        args, kwargs = replaced((node.init_args, node.init_kwargs), Application, self._slot)
+        args, kwargs = replaced(
+            (node.init_args, node.init_kwargs),
+            Application,
+            lambda each: HandleSlot(self.add(each).name),
+        )
         name = self._free_name(node)
         self.built[node] = BuiltDeployment(name, node.deployment, args, kwargs)
         self.unfinished.pop()
         return self.built[node]
-
-    def _slot(self, node: Application) -> HandleSlot:
-        return HandleSlot(self.add(node).name)
 
     def _free_name(self, node: Application) -> str:
         wanted = node.deployment.name

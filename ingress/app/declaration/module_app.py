@@ -50,12 +50,12 @@ def load(
             f"there is no module {module_name!r} {where}; check the spelling, or name its "
             "folder with --app-dir"
         ) from None
+    bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
     found: Any = module
     for name in attribute.split("."):
         try:
             found = getattr(found, name)
         except AttributeError:
-            bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
             there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
             raise NotAnApplication(
                 f"module {module_name!r} has no attribute {attribute!r}; {there}"
@@ -75,7 +75,6 @@ def load(
         raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
     hint = "decorate its class with @serve.deployment and bind it"
     if callable(found) and not isinstance(found, type):
-        bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
         if bound:
             hint = f"did you mean {module_name}:{bound[0]}?"
         elif isfunction(found) and not is_factory:
