@@ -173,11 +173,6 @@ class BoundRoutes:
             return self._custom_schema
 
 
-def docs_path(app: object) -> str | None:
-    """Return the path of FastAPI's interactive documentation, `None` if there is none."""
-    return app.docs_url if isinstance(app, FastAPI) and app.openapi_url else None
-
-
 async def answer_unavailable(connection: Request | WebSocket, error: Exception) -> Response | None:
     """Answer a request that fails because a called deployment could not answer."""
     assert isinstance(error, RayServeException)

@@ -106,13 +106,15 @@ class LiftedAsyncGenerator(Lifted):
             yield value
 
 
+@dataclasses.dataclass(eq=False)
 class Dependencies:
     """The lifted dependencies of a deployment's routes; a replica makes plans for `targets`."""
 
-    def __init__(self, methods: Methods) -> None:
-        self._methods = methods
-        self._lifted: dict[Callable[..., object], Callable[..., object]] = {}
-        self.targets: list[Target] = []
+    _methods: Methods
+    _lifted: dict[Callable[..., object], Callable[..., object]] = dataclasses.field(
+        default_factory=dict
+    )
+    targets: list[Target] = dataclasses.field(default_factory=list)
 
     def lift(self, dependant: Dependant) -> None:
         """Replace the callables of the dependant's dependencies, at any depth."""

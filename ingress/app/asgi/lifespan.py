@@ -72,7 +72,9 @@ class Lifespan:
             raise
         if self._is_up:
             return
-        if self._failed is not None or (self._error is not None and _is_unfinished(app)):
+        # A Starlette whose middleware could not be built.
+        is_unfinished = isinstance(app, Starlette) and app.middleware_stack is None
+        if self._failed is not None or (self._error is not None and is_unfinished):
             raise self._failure("start-up")
         if self._error is not None and isinstance(app, Starlette):
             logger.warning(
@@ -134,8 +136,3 @@ class Lifespan:
         if self._error is not None:
             return self._error
         return RayServeException(f"The ASGI app's lifespan {phase} failed: {self._failed}")
-
-
-def _is_unfinished(app: ASGIApp) -> bool:
-    """Return whether the app is a Starlette whose middleware could not be built."""
-    return isinstance(app, Starlette) and app.middleware_stack is None

@@ -57,15 +57,13 @@ def require(condition: object) -> None:
         raise Unfit
 
 
+@dataclass(eq=False, slots=True)
 class Shared:
     """The objects that FastAPI passes to the calls of one request; made on demand."""
 
-    __slots__ = ("background", "request", "response")
-
-    def __init__(self, request: Request | None) -> None:
-        self.request = request
-        self.background: Any = None
-        self.response: Response | None = None
+    request: Request | None
+    background: Any = None
+    response: Response | None = None
 
 
 class _Value(NamedTuple):
