@@ -28,7 +28,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from socket import socket
 from time import monotonic, sleep
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -187,8 +186,8 @@ def run_all(targets: list[RunTarget]) -> None:
 def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connection) -> None:
     """Serve until SIGTERM. The main function of a new process; exits with 3 if it cannot start."""
     for number in stop_signals():
-        # Not `SIG_IGN`: processes that user code starts would inherit it.
-        signal.signal(number, _left_to_the_supervisor)
+        # Left to the supervisor. Not `SIG_IGN`: processes that user code starts would inherit it.
+        signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
     make_lossy()
@@ -390,7 +389,3 @@ class Cause(logging.Filter):
             return True
         self.lines.append(logging.Formatter().format(record).rstrip())
         return False
-
-
-def _left_to_the_supervisor(number: int, frame: FrameType | None) -> None:
-    """Do nothing."""

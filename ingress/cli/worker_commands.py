@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ingress.app.config_file.loading import ConfigFile
 from ingress.cli.control_socket import Command, CommandError
@@ -20,6 +20,9 @@ from ingress.observe.live.observer import Observer
 from ingress.observe.live.problems import SILENT
 from ingress.observe.live.recording import ASK_S
 from ingress.serving.http.shared_port import SharedPort
+
+if TYPE_CHECKING:
+    from ingress.cli.workers import Supervisor
 
 STATUS_S = 3.0  # for the state of a worker, which may stall
 APPLY_S = 60.0
@@ -62,22 +65,6 @@ class Asked:
         self.is_answered.set()
 
 
-class Workers(Protocol):
-    """The supervisor, as the control thread sees it."""
-
-    def post(self, asked: Asked) -> None:
-        """Send a command to all workers that serve. Thread-safe."""
-
-    def remember(self, wanted: Changes) -> None:
-        """Start later workers with these options. Thread-safe."""
-
-    def remember_file(self, file: ConfigFile) -> None:
-        """Start later workers with this version of the file. Thread-safe."""
-
-    def roll(self, rolling: Rolling) -> None:
-        """Begin to replace all workers, one after another. Thread-safe."""
-
-
 @dataclass(eq=False, slots=True)
 class Rolling:
     """The replacement of all workers by workers with another version of the file.
@@ -108,7 +95,7 @@ class Failed(str):
     __slots__ = ()
 
 
-def answered_by_all(workers: Workers, command: str, **arguments: Any) -> list[Any]:
+def answered_by_all(workers: Supervisor, command: str, **arguments: Any) -> list[Any]:
     """Return the answers of all workers.
 
     Raises `CommandError` if a worker starts, ends, refuses the command or does not answer.
@@ -122,7 +109,7 @@ def answered_by_all(workers: Workers, command: str, **arguments: Any) -> list[An
     return list(asked.answers.values())
 
 
-def _asked(workers: Workers, command: str, wait_s: float, arguments: Mapping[str, Any]) -> Asked:
+def _asked(workers: Supervisor, command: str, wait_s: float, arguments: Mapping[str, Any]) -> Asked:
     asked = Asked(command, arguments)
     workers.post(asked)
     asked.wait(wait_s)
@@ -134,7 +121,7 @@ def _asked(workers: Workers, command: str, wait_s: float, arguments: Mapping[str
 class WorkersCommands:
     """The commands of a server with worker processes. Called in the control socket's threads."""
 
-    def __init__(self, workers: Workers, url: str | None) -> None:
+    def __init__(self, workers: Supervisor, url: str | None) -> None:
         self.url = url
         self.workers = workers
         self._changing = threading.Lock()  # one change at a time

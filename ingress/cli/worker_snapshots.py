@@ -11,14 +11,16 @@ since then with it, at most those of a second.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from ingress.cli.worker_commands import STATUS_S, Asked, Workers
+from ingress.cli.worker_commands import STATUS_S, Asked
 from ingress.core.base.process import process_facts
 from ingress.core.base.snapshot import ProcessSnapshot, Snapshot, both_kept, merged
+
+if TYPE_CHECKING:
+    from ingress.cli.workers import Supervisor
 
 MAX_PIDS = 1000
 
@@ -36,17 +38,7 @@ class Ended:
         return Ended(snapshot, (*self.pids[-MAX_PIDS:], pid))
 
 
-class WorkersWithSnapshots(Workers, Protocol):
-    """The supervisor, as the admin listener sees it."""
-
-    @property
-    def ended(self) -> Ended: ...
-
-    def last_snapshots(self) -> Mapping[int, Snapshot]:
-        """Return the last snapshots that live workers have pushed, by pid. Thread-safe."""
-
-
-def snapshot_of_workers(workers: WorkersWithSnapshots, url: str | None) -> Snapshot:
+def snapshot_of_workers(workers: Supervisor, url: str | None) -> Snapshot:
     """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
     asked = Asked("snapshot", {})
     workers.post(asked)

@@ -85,7 +85,7 @@ class Supervisor:
         """Return the exit code: 0 if a signal stopped it, 3 if its workers cannot serve."""
         with self._hearing_signals():
             for _ in range(self._config.workers):
-                self._start()
+                self._start(self._served, self._port)
             while self._workers:
                 self._wait()
                 self._send_posted()
@@ -131,7 +131,7 @@ class Supervisor:
             if all(each.is_ready for each in self._workers):
                 self._old = list(self._workers)
                 served = self._served.with_file(rolling.file)
-                self._bring_newcomer(served, rolling.port or self._port)
+                self._newcomer = self._start(served, rolling.port or self._port)
         elif self._newcomer is not None and self._newcomer.is_ready:
             if not rolling.is_begun:
                 rolling.is_begun = True
@@ -145,13 +145,9 @@ class Supervisor:
         elif self._newcomer is None and self._leaving not in self._workers:
             self._old = [each for each in self._old if each in self._workers]  # some have died
             if self._old:
-                self._bring_newcomer(self._served, self._port)
+                self._newcomer = self._start(self._served, self._port)
             else:
                 self._end_roll()
-
-    def _bring_newcomer(self, served: Served, port: SharedPort) -> None:
-        self._newcomer = self._worker(served, port)
-        self._workers.append(self._newcomer)
 
     def _end_roll(self, error: str = "") -> None:
         assert self._rolling is not None
@@ -248,13 +244,12 @@ class Supervisor:
         self._signal = number
         self._wake()
 
-    def _start(self, failures: int = 0) -> None:
-        self._workers.append(self._worker(self._served, self._port, failures))
-
-    def _worker(self, served: Served, port: SharedPort, failures: int = 0) -> WorkerProcess:
+    def _start(self, served: Served, port: SharedPort, failures: int = 0) -> WorkerProcess:
         taken = {each.number for each in self._workers}
         number = next(number for number in count(1) if number not in taken)
-        return WorkerProcess(self._config, served, port, self._wake, number, failures)
+        worker = WorkerProcess(self._config, served, port, self._wake, number, failures)
+        self._workers.append(worker)
+        return worker
 
     def _wake(self) -> None:
         """End the supervisor's wait. Thread-safe, also in signal handlers: it is one write."""
@@ -310,7 +305,7 @@ class Supervisor:
                 failures + 1,
                 FAILURES,
             )
-        self._start(failures)
+        self._start(self._served, self._port, failures)
 
     def _fail(self, worker: WorkerProcess) -> None:
         if worker.cause:
