@@ -27,24 +27,19 @@ def check_engine(engine: str, options: RunOptions, server: ServerOptions) -> Non
         if options.address or options.working_dir:
             raise refusal("--address and --working-dir are for --engine ray")
         return
-    if options.has_new_processes:
-        raise refusal(
-            "--reload and --workers are for the local engine; on Ray, num_replicas says how many "
-            "processes a deployment has"
-        )
-    if options.watch:
-        raise refusal(
-            "--watch is for the local engine; on Ray, run the command again when the file changes"
-        )
-    if options.admin not in (None, OFF) or options.admin_token not in (None, OFF):
-        raise refusal(
-            "--admin and --admin-token are for the local engine; on Ray, leave them out: the "
-            "metrics are at the port that `ray start --metrics-export-port` names"
-        )
-    if server.drain_delay_s:
-        raise refusal(
-            "--drain-delay is for the local engine; on Ray, leave it out: the proxies are Ray's"
-        )
+    has_admin = options.admin not in (None, OFF) or options.admin_token not in (None, OFF)
+    processes = "num_replicas says how many processes a deployment has"
+    metrics = (
+        "leave them out: the metrics are at the port that `ray start --metrics-export-port` names"
+    )
+    for is_given, names, instead in (
+        (options.has_new_processes, "--reload and --workers are", processes),
+        (options.watch, "--watch is", "run the command again when the file changes"),
+        (has_admin, "--admin and --admin-token are", metrics),
+        (server.drain_delay_s, "--drain-delay is", "leave it out: the proxies are Ray's"),
+    ):
+        if is_given:
+            raise refusal(f"{names} for the local engine; on Ray, {instead}")
     local = given(
         uds=server.uds,
         fd=server.fd,
