@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType
 
-from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name
+from ingress.check.sources import Function, Sources, dotted, last_name
 from ingress.check.subjects import HOOKS, Subject, handed_on, planned
 from ingress.core.base.settings import Settings
 from ingress.core.execution.execution import Kind, Lanes, Role
@@ -96,7 +96,7 @@ def _role(function: Function, sources: Sources) -> Role | None:
         return None
     if not function.cls:
         return Role.METHOD if "deployment" in function.decorators else None
-    if not _is_deployment(function.file, function.cls):
+    if "deployment" not in map(last_name, function.file.classes[function.cls].decorator_list):
         return None
     if name in ("__init__", "__del__"):
         return Role.LIFECYCLE
@@ -121,10 +121,6 @@ def _sync_decorator(function: Function, sources: Sources) -> str:
         if inner and not any(each.is_async for each in inner):
             return inner[0].name
     return ""
-
-
-def _is_deployment(file: SourceFile, cls: str) -> bool:
-    return "deployment" in map(last_name, file.classes[cls].decorator_list)
 
 
 def _one_at_a_time(function: Function) -> bool:

@@ -15,10 +15,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ingress.check.findings import CheckError, Finding, Report, shown
+from ingress.app.declaration.assignments import shown
+from ingress.check.findings import CheckError, Finding, Report
 from ingress.check.plugin import WATCHED, Raised, Written
 
 ENOUGH_WRITES = 4
@@ -69,30 +70,28 @@ def _pytest(command: str) -> list[str]:
     raise CheckError(f"--run takes a command of pytest's, such as 'pytest tests'; got {command!r}")
 
 
-def _can_be_tried(finding: Finding) -> bool:
-    return finding.rule.id in _RACES and finding.place.startswith("self.")
-
-
 def _decided(report: Report, writes: list[Written], errors: list[Raised], code: int) -> Report:
     decided = Report(notes=list(report.notes))
     untried = 0
     for finding in report.findings:
-        seen = _seen(finding, writes) if _can_be_tried(finding) else None
+        is_race = finding.rule.id in _RACES
+        can_be_tried = is_race and finding.place.startswith("self.")
+        seen = _seen(finding, writes) if can_be_tried else None
         error = _raised(finding, errors)
         if error:
-            decided.findings.append(finding.confirmed(error))
+            decided.findings.append(replace(finding, evidence=error))
         elif seen is not None and seen.lost:
             evidence = (
                 f"{seen.lost} of {seen.count} writes in {seen.threads} threads overwrote another's"
             )
-            decided.findings.append(finding.confirmed(evidence))
+            decided.findings.append(replace(finding, evidence=evidence))
         elif seen is not None and seen.threads > 1 and seen.count >= ENOUGH_WRITES:
             decided.notes.append(
                 f"dropped: {shown(finding.path)}:{finding.line} {finding.rule.id} `{finding.place}`"
                 f", {seen.count} writes in {seen.threads} threads, none overwrote another's"
             )
         else:
-            untried += finding.rule.id in _RACES
+            untried += is_race
             decided.findings.append(finding)
     if untried:
         decided.notes.append(

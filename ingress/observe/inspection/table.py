@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ingress.app.declaration.assignments import shown
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.core.base.settings import (
     SYNC_IN_THREADPOOL,
@@ -75,7 +76,7 @@ def as_json(explanation: Explanation, *, diff: bool = False) -> dict[str, Any]:
             "product": explanation.budget.product,
         },
         "rows": [_row_as_json(row) for row in _chosen(explanation, diff=diff)],
-        "findings": [_finding_as_json(each) for each in explanation.findings],
+        "findings": [asdict(each) for each in explanation.findings],
     }
 
 
@@ -88,18 +89,10 @@ def _row_as_json(row: Row) -> dict[str, object]:
         "compiled": row.is_compiled,
         "file": row.file,
         "line": row.line,
-        "places": {str(flag): _place_as_json(place) for flag, place in enumerate(row.places)},
+        "places": {str(flag): asdict(place) for flag, place in enumerate(row.places)},
         "moves": row.moves,
-        "findings": [_finding_as_json(each) for each in row.findings],
+        "findings": [asdict(each) for each in row.findings],
     }
-
-
-def _finding_as_json(finding: Finding) -> dict[str, str]:
-    return {"id": finding.id, "level": finding.level.value, "text": finding.text}
-
-
-def _place_as_json(place: Place) -> dict[str, object]:
-    return {name: getattr(place, name) for name in Place.__slots__}
 
 
 def _chosen(explanation: Explanation, *, diff: bool) -> list[Row]:
@@ -202,6 +195,4 @@ def _said(finding: Finding) -> Text:
 def _named(row: Row) -> str:
     if not row.file:
         return row.name
-    path, here = Path(row.file), Path.cwd()
-    file = path.relative_to(here) if path.is_relative_to(here) else path
-    return f"{row.name} ({file}:{row.line})"
+    return f"{row.name} ({shown(row.file)}:{row.line})"
