@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
+from pydantic import TypeAdapter
 
 from ingress.core.base.counters import Exemplar, Latency
 from ingress.core.base.snapshot import HTTPCount, Snapshot, merged

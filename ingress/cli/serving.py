@@ -37,8 +37,7 @@ from ingress.cli.server_commands import commands_of_one_process
 from ingress.cli.target import mistake, refusal, refusing
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
-from ingress.cli.worker_commands import WorkersCommands
-from ingress.cli.worker_snapshots import snapshot_of_workers
+from ingress.cli.worker_commands import WorkersCommands, snapshot_of_workers
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
 from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped

@@ -45,10 +45,9 @@ from ingress.cli.control_socket import Command, CommandError, ControlSocket
 from ingress.cli.server_commands import (
     SCALE,
     Changes,
-    commands_of_a_worker,
     commands_of_one_process,
+    run_in_worker,
 )
-from ingress.cli.worker_commands import run_in_worker
 from ingress.core.base.settings import Settings
 from ingress.core.base.signals import stop_signals
 from ingress.core.base.snapshot import Snapshot
@@ -286,7 +285,7 @@ class Worker(UvicornServer):
         return began + 100 * (monotonic() - began)
 
     def _answer(self, number: int, command: str, arguments: Mapping[str, Any]) -> None:
-        self.report((number, run_in_worker(commands_of_a_worker, command, arguments)))
+        self.report((number, run_in_worker(command, arguments)))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

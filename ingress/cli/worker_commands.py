@@ -3,96 +3,66 @@
 control thread    `Asked` --> the supervisor's queue, and waits
 supervisor        sends it to each worker by the worker's pipe, and collects the answers
 worker            answers in a thread of its own
+
+The snapshot of the server is the sum of its workers', and of the counters of those that ended. A
+worker pushes one each second, and when it has drained, and the supervisor keeps the last. A worker
+that is killed takes the counts since then with it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from time import monotonic, sleep, time
+from typing import Any
 
 from ingress.app.config_file.loading import ConfigFile
 from ingress.cli.control_socket import Command, CommandError
-from ingress.cli.server_commands import SCALE, Changes, livez, scaling, stop
+from ingress.cli.server_commands import SCALE, Changes, Failed, livez, scaling, stop
+from ingress.cli.worker_process import Asked, Rolling
+from ingress.cli.workers import Supervisor
+from ingress.core.base.process import process_facts
+from ingress.core.base.snapshot import ProcessSnapshot, Snapshot, merged
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.problems import SILENT
 from ingress.observe.live.recording import ASK_S
 from ingress.serving.http.shared_port import SharedPort
-
-if TYPE_CHECKING:
-    from ingress.cli.workers import Supervisor
 
 STATUS_S = 3.0  # for the state of a worker, which may stall
 APPLY_S = 60.0
 RETRY_S = 0.1
 
 
-@dataclass(eq=False, slots=True)
-class Asked:
-    """One command for all workers. `answers` maps process ids to values, or to an error's text.
-
-    Written by the supervisor's thread only, until `is_answered` is set. `is_given_up` is its
-    caller's: the supervisor then forgets it, with the answers that came.
-    """
-
-    command: str
-    arguments: Mapping[str, Any]
-    refusal: str = ""  # the reason if it was sent to no worker
-    is_early: bool = False  # if that is the start of a worker
-    starting: tuple[int, ...] = ()  # the workers that it was not sent to
-    waits_for: set[int] = field(default_factory=set)
-    answers: dict[int, Any] = field(default_factory=dict)
-    is_answered: threading.Event = field(default_factory=threading.Event)
-    is_given_up: bool = False
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the answers; give those up that are still missing then."""
-        self.is_given_up = not self.is_answered.wait(timeout_s)
-
-    def answer(self, pid: int, value: Any) -> None:
-        """Record the answer of a worker."""
-        if pid in self.waits_for:
-            self.waits_for.discard(pid)
-            self.answers[pid] = value
-            if not self.waits_for:
-                self.is_answered.set()
-
-    def refuse(self, reason: str, *, is_early: bool = False) -> None:
-        """End it without an answer."""
-        self.refusal, self.is_early = reason, is_early
-        self.is_answered.set()
-
-
-@dataclass(eq=False, slots=True)
-class Rolling:
-    """The replacement of all workers by workers with another version of the file.
-
-    Written by the supervisor's thread only, until `is_over` is set. `error` says why none, or not
-    all, were replaced.
-    """
-
-    file: ConfigFile
-    port: SharedPort | None
-    error: str = ""
-    is_begun: bool = False  # a new worker serves: the version is that of later workers too
-    is_over: threading.Event = field(default_factory=threading.Event)
-
-    def end(self, error: str = "") -> None:
-        """End it."""
-        self.error = error
-        self.is_over.set()
-
-
 class WorkerStartsError(CommandError):
     """A worker starts, so a command that must reach all workers is sent to none."""
 
 
-class Failed(str):
-    """The text of an error in a worker."""
-
-    __slots__ = ()
+def snapshot_of_workers(workers: Supervisor, url: str | None) -> Snapshot:
+    """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
+    asked = Asked("snapshot", {})
+    workers.post(asked)
+    asked.wait(STATUS_S)
+    found = dict(workers.last_snapshots())
+    found |= {pid: each for pid, each in dict(asked.answers).items() if isinstance(each, Snapshot)}
+    silent = sorted(asked.waits_for)
+    # Race with the end of a worker that has just answered: it is added to `ended` with its last
+    # snapshot, and must not be counted twice. So this is read last.
+    ended = workers.ended
+    parts = [each for pid, each in found.items() if pid not in ended.pids]
+    mine = ProcessSnapshot("supervisor", os.getpid(), *process_facts(os.getpid()))
+    if not parts:
+        parts = [Snapshot(time(), os.getpid())]
+    whole = merged(parts, ended.snapshot)
+    return replace(
+        whole,
+        pid=os.getpid(),
+        url=url,
+        workers=[pid for pid in whole.workers if pid not in silent],
+        silent=silent,
+        processes=[mine, *whole.processes],
+    )
 
 
 def answered_by_all(workers: Supervisor, command: str, **arguments: Any) -> list[Any]:
@@ -181,11 +151,3 @@ class WorkersCommands:
                     if monotonic() > given_up:
                         raise
                     sleep(RETRY_S)
-
-
-def run_in_worker(commands: Callable[[], Mapping[str, Command]], name: str, arguments: Any) -> Any:
-    """Return the answer of a worker to a command; `Failed` if it raises."""
-    try:
-        return commands()[name](arguments)
-    except Exception as error:
-        return Failed(str(error) if isinstance(error, CommandError) else repr(error))

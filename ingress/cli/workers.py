@@ -19,6 +19,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import wait
 from queue import SimpleQueue
@@ -28,22 +29,34 @@ from types import FrameType
 import uvicorn
 
 from ingress.app.config_file.loading import ConfigFile
-from ingress.cli.server_commands import Changes
+from ingress.cli.server_commands import Changes, Failed
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served
-from ingress.cli.worker_commands import Asked, Failed, Rolling
-from ingress.cli.worker_process import LATE_S, WorkerProcess, spawn
-from ingress.cli.worker_snapshots import Ended
+from ingress.cli.worker_process import LATE_S, Asked, Rolling, WorkerProcess, spawn
 from ingress.core.base.signals import stop_signals
-from ingress.core.base.snapshot import Snapshot
+from ingress.core.base.snapshot import Snapshot, both_kept
 from ingress.observe.live.part import WHAT
 from ingress.serving.http.shared_port import SharedPort
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 FAILURES = 3
 LOOK_S = 1.0
+MAX_PIDS = 1000
 
 logger = logging.getLogger("uvicorn.error")
 info = logging.getLogger("ingress").info  # uvicorn's logger has the level WARNING by default
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The counters of the workers that have ended, and their pids. Replaced as a whole."""
+
+    snapshot: Snapshot | None = None
+    pids: tuple[int, ...] = ()
+
+    def with_worker(self, pid: int, last: Snapshot | None) -> Ended:
+        """Return these with another worker's."""
+        snapshot = self.snapshot if last is None else both_kept(self.snapshot, last)
+        return Ended(snapshot, (*self.pids[-MAX_PIDS:], pid))
 
 
 class Supervisor:
