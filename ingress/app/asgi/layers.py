@@ -39,9 +39,12 @@ class Layers(NamedTuple):
     @classmethod
     def of(cls, app: Any) -> Layers:
         native = native_telemetry(app)
-        # Mounted apps may have providers of their own.
-        has_mounts = any(isinstance(route, Mount) for route in app.routes)
-        is_off = native is not None and not has_mounts and not native.enabled()
+        is_off = (
+            native is not None
+            and not native.enabled()
+            # Mounted apps may have providers of their own.
+            and not any(isinstance(route, Mount) for route in app.routes)
+        )
         if (native is None or is_off) and _only_handle_errors(app):
             return cls(is_off, app.middleware_stack, app.router.middleware_stack)
         return cls(is_off)
