@@ -127,10 +127,10 @@ def _one_at_a_time(function: Function) -> bool:
     """Return whether a function's deployment has `max_ongoing_requests=1`."""
     cls = function.file.classes.get(function.cls)
     decorators = [] if cls is None else cls.decorator_list
-    calls = [each for each in decorators if isinstance(each, ast.Call)]
     return any(
         keyword.arg == "max_ongoing_requests" and ast.unparse(keyword.value) == "1"
-        for call in calls
+        for call in decorators
+        if isinstance(call, ast.Call)
         for keyword in call.keywords
     )
 
@@ -154,10 +154,10 @@ def _like(func: Callable[..., object]) -> FunctionType:
 
 def _has_serial(function: Function) -> bool:
     """Return whether a function's class has a serial method, so its constructor is serial, too."""
-    others = (each for each in function.file.functions if each.cls == function.cls)
     return any(
         "execution='serial'" in ast.unparse(decorator)
-        for each in others
+        for each in function.file.functions
+        if each.cls == function.cls
         for decorator in each.node.decorator_list
     )
 

@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType
 
+from ingress.app.declaration.assignments import targets_of
+
 OURS = Path(__file__).parents[1]
 _CONSUMERS = {"all", "any", "dict", "list", "max", "min", "next", "set", "sorted", "sum", "tuple"}
 _NOQA = re.compile(r"#\s*noqa(?P<codes>\s*:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*)?", re.I)
@@ -82,19 +84,13 @@ class SourceFile:
     @cached_property
     def globals(self) -> set[str]:
         """The names that the module assigns to at its top level."""
-        found: set[str] = set()
-        for node in self.tree.body:
-            targets: list[ast.expr] = []
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-                targets = [node.target]
-            found |= {
-                each.id
-                for each in (node for target in targets for node in ast.walk(target))
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-            }
-        return found
+        return {
+            each.id
+            for statement in self.tree.body
+            for target in targets_of(statement)
+            for each in ast.walk(target)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        }
 
     def function_at(self, line: int) -> Function | None:
         """Return the innermost function that contains the line."""

@@ -73,8 +73,7 @@ class _Replacement(Generic[K]):
         self._copies[id(value)] = made
         attributes = dict_of(value)
         if attributes:
-            values = {name: self.of(each) for name, each in attributes.items()}
-            dict_of(made).update(values)
+            dict_of(made).update({name: self.of(each) for name, each in attributes.items()})
         for slot, each in slots_of(value):
             slot.__set__(made, self.of(each))
         return made

@@ -41,11 +41,16 @@ def _line_in(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, rest: 
     return next((each.lineno for each in found if name in _targets(each)), node.lineno)
 
 
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    """Return what a statement, or a `:=`, assigns to or deletes; nothing for any other node."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) else []
+
+
 def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {
-        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
-    }
+    nodes = (each for target in targets_of(node) for each in ast.walk(target))
+    return {each.id for each in nodes if isinstance(each, ast.Name)}
 
 
 def _origin(node: ast.ImportFrom, module: str) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
+from ingress.app.declaration.assignments import targets_of
 from ingress.core.execution.execution import Kind, kind
 
 Makes = Callable[[object], bool]
@@ -181,10 +182,8 @@ class _Scope:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    if isinstance(node, ast.Assign):
-        yield from ((target, node.value) for target in node.targets)
-    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-        yield node.target, node.value
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield from ((target, node.value) for target in targets_of(node))
 
 
 def _path(value: ast.expr) -> tuple[str, ...]:

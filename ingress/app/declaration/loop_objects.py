@@ -88,8 +88,7 @@ class LoopObject:
 
 def loop_objects(built: BuiltDeployment) -> Iterator[LoopObject]:
     """Yield the objects that belong to one event loop and that the deployment's code reaches."""
-    target = built.deployment.func_or_class
-    yield from _Walk(target).found(built)
+    yield from _Walk(built.deployment.func_or_class).found(built)
 
 
 @dataclass(frozen=True, slots=True)
