@@ -165,8 +165,8 @@ def _labels(**labels: str) -> str:
 def _add_application(lines: _Lines, name: str, application: ApplicationSnapshot) -> None:
     labels = _labels(application=name)
     if application.status in _APPLICATION_STATUS:
-        status = _APPLICATION_STATUS.index(application.status) + 1
-        lines.add(labels, (f.APPLICATION_STATUS, status))
+        number = _APPLICATION_STATUS.index(application.status)
+        lines.add(labels, (f.APPLICATION_STATUS, number + 1))
     for deployment, each in application.deployments.items():
         _add_deployment(lines, name, deployment, each)
     # The ingress of an earlier version may have another name; these labels do not have it.
