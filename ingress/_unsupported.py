@@ -257,10 +257,9 @@ def refuse(function: str, given: Mapping[str, object], signature: Callable[..., 
 
 
 def _meant(function: str, name: str, signature: Callable[..., object]) -> str:
-    parameters = inspect.signature(signature).parameters.values()
     takes = [
         each.name
-        for each in parameters
+        for each in inspect.signature(signature).parameters.values()
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each.name != "self"
     ]
     nearest = MEANT.get(function, {}).get(name) or next(

@@ -148,8 +148,7 @@ def _table(heads: Sequence[str], right_from: int) -> Table:
 
 
 def _status(status: str) -> Text:
-    style = "green" if status in _GOOD else "bold red" if status in _BAD else "yellow"
-    return Text(status, style)
+    return Text(status, "green" if status in _GOOD else "bold red" if status in _BAD else "yellow")
 
 
 def _states(states: Mapping[str, int]) -> Text:

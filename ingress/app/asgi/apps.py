@@ -107,8 +107,7 @@ class BoundRoutes:
             if self._next is None:
                 try:
                     # Outside of the replica, where the app shows its own routes, not the clone's.
-                    outside = Context()
-                    self._next = outside.run(BoundRoutes, self.app, self._cls, self._declared)
+                    self._next = Context().run(BoundRoutes, self.app, self._cls, self._declared)
                 except Exception:
                     logger.exception("the new routes of %r cannot be served", self.app)
                     self.seen = [list(each.routes) for each in self.routers]
