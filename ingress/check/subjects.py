@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.check.sources import OURS, Function, Sources, dotted
@@ -33,9 +32,9 @@ from ingress.core.execution.execution import (
     code_of,
     kind,
     name_of,
-    plan,
 )
 from ingress.core.execution.lanes import lanes_of
+from ingress.observe.inspection.budget import plans_of
 from ingress.serving.replicas.user_code import public_methods
 
 HOOKS = ("__call__", "reconfigure", "check_health")
@@ -97,9 +96,7 @@ def planned(
     sync_wrapper: str = "",
 ) -> Subject:
     """Return the subject of `function`, which runs where `func`, made of its source, runs."""
-    no_pool: Any = None  # no code is run
-    at_0 = plan(func, role, sync_in_threadpool=False, pool=no_pool, lanes=lanes)
-    at_1 = plan(func, role, sync_in_threadpool=True, pool=no_pool, lanes=lanes)
+    at_0, at_1 = plans_of(func, role, lanes)
     now = at_1 if settings.run_sync_in_threadpool else at_0
     modes = (now.mode, at_0.mode, at_1.mode)
     return Subject(function, role, *modes, now.reason, one_at_a_time, sync_wrapper)

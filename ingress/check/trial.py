@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ingress.app.declaration.assignments import shown
@@ -26,15 +26,6 @@ ENOUGH_WRITES = 4
 _RACES = ("IG101", "IG102")
 _ERRORS = {"IG103": "event loop", "IG106": "same thread"}
 """Words in the text of an error that prove a finding: asyncio's, and SQLite's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The writes of a finding's lines during the runs."""
-
-    count: int
-    lost: int
-    threads: int
 
 
 def tried(report: Report, command: str) -> Report:
@@ -76,19 +67,19 @@ def _decided(report: Report, writes: list[Written], errors: list[Raised], code: 
     for finding in report.findings:
         is_race = finding.rule.id in _RACES
         can_be_tried = is_race and finding.place.startswith("self.")
-        seen = _seen(finding, writes) if can_be_tried else None
+        seen = [each for each in writes if can_be_tried and _is_write_of(finding, each)]
+        count, lost = sum(each["count"] for each in seen), sum(each["lost"] for each in seen)
+        threads = max((each["threads"] for each in seen), default=0)
         error = _raised(finding, errors)
         if error:
             decided.findings.append(replace(finding, evidence=error))
-        elif seen is not None and seen.lost:
-            evidence = (
-                f"{seen.lost} of {seen.count} writes in {seen.threads} threads overwrote another's"
-            )
+        elif lost:
+            evidence = f"{lost} of {count} writes in {threads} threads overwrote another's"
             decided.findings.append(replace(finding, evidence=evidence))
-        elif seen is not None and seen.threads > 1 and seen.count >= ENOUGH_WRITES:
+        elif threads > 1 and count >= ENOUGH_WRITES:
             decided.notes.append(
                 f"dropped: {shown(finding.path)}:{finding.line} {finding.rule.id} `{finding.place}`"
-                f", {seen.count} writes in {seen.threads} threads, none overwrote another's"
+                f", {count} writes in {threads} threads, none overwrote another's"
             )
         else:
             untried += is_race
@@ -102,20 +93,8 @@ def _decided(report: Report, writes: list[Written], errors: list[Raised], code: 
     return decided
 
 
-def _seen(finding: Finding, writes: list[Written]) -> Seen | None:
-    """Return the writes of the finding's lines, `None` if they did not run."""
-    here = [
-        each
-        for each in writes
-        if f"self.{each['attribute']}" == finding.place and _is_at(finding, each)
-    ]
-    if not here:
-        return None
-    return Seen(
-        sum(each["count"] for each in here),
-        sum(each["lost"] for each in here),
-        max(each["threads"] for each in here),
-    )
+def _is_write_of(finding: Finding, seen: Written) -> bool:
+    return f"self.{seen['attribute']}" == finding.place and _is_at(finding, seen)
 
 
 def _raised(finding: Finding, errors: list[Raised]) -> str:

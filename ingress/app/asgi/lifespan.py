@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
@@ -15,6 +16,7 @@ from ingress.exceptions import RayServeException
 logger = logging.getLogger("ingress")
 
 
+@dataclass(eq=False, slots=True)
 class Lifespan:
     """The lifespan of one app. Owned by the user loop.
 
@@ -24,31 +26,16 @@ class Lifespan:
     from its own loop, after start-up and after the stop.
     """
 
-    __slots__ = (
-        "_answered",
-        "_context",
-        "_error",
-        "_failed",
-        "_is_up",
-        "_messages",
-        "_shared",
-        "_task",
-        "shutdown_error",
-        "state",
-    )
-
-    def __init__(self, context: ReplicaRuntime) -> None:
-        self.state: dict[str, object] = {}
-        self._context = context
-        self._task: asyncio.Task[None] | None = None
-        self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        self._answered: asyncio.Future[None] | None = None
-        self._error: BaseException | None = None
-        self._failed: str | None = None
-        self._is_up = False
-        self._shared: dict[str, object] = {}
-        self.shutdown_error: Exception | None = None
-        context.lifespan = self
+    _context: ReplicaRuntime
+    state: dict[str, object] = field(default_factory=dict)
+    shutdown_error: Exception | None = None
+    _task: asyncio.Task[None] | None = None
+    _messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    _answered: asyncio.Future[None] | None = None
+    _error: BaseException | None = None
+    _failed: str | None = None
+    _is_up: bool = False
+    _shared: dict[str, object] = field(default_factory=dict)
 
     def share(self, state: dict[str, object]) -> None:
         """Put the yielded state into `state`, until the shutdown."""

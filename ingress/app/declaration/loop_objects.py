@@ -223,7 +223,8 @@ class _Walk:
     def _is_opaque(self, app: object) -> bool:
         """Return whether an app that is mounted is a library's, whose state is not known."""
         package = name_of(app).partition(".")[0]
-        return package not in _LOOPLESS and not self._is_users(_function_or_type(app).__module__)
+        maker: FunctionType | type = _function_of(app) or type(app)
+        return package not in _LOOPLESS and not self._is_users(maker.__module__)
 
     def _is_users(self, module: str | None) -> bool:
         """Return whether a module is the user's: of the deployment's package, or no library."""
@@ -325,10 +326,6 @@ def _function_of(value: object) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def _function_or_type(value: object) -> FunctionType | type:
-    return _function_of(value) or type(value)
-
-
 def _some(values: Iterable[T]) -> list[T]:
     """Return the first items of a container; none if another thread changes it meanwhile."""
     try:
@@ -354,7 +351,10 @@ def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, object]]:
 
     An app of another kind, as `mount` may be, is yielded itself.
     """
-    while not hasattr(app, "routes") and _is_starlettes(app) and hasattr(app, "app"):
+    starlettes = ("fastapi.", "starlette.")
+    while (
+        not hasattr(app, "routes") and name_of(app).startswith(starlettes) and hasattr(app, "app")
+    ):
         app = app.app  # in a middleware
     if not hasattr(app, "routes"):
         yield f"{MOUNT}({mount!r})", app
@@ -388,7 +388,3 @@ def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, object]]:
 def _mounted(route: BaseRoute) -> ASGIApp | None:
     """Return the app of a `Mount` or `Host`; a route of an endpoint has none."""
     return None if hasattr(route, "endpoint") else getattr(route, "app", None)
-
-
-def _is_starlettes(app: object) -> bool:
-    return name_of(app).partition(".")[0] in ("starlette", "fastapi")

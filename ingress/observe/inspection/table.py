@@ -16,6 +16,7 @@ from ingress.core.base.settings import (
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
+from ingress.observe.inspection.budget import counted
 from ingress.observe.inspection.explain import Explanation, Finding, Level, Place, Row, has_own_loop
 
 READABLE = 100
@@ -159,7 +160,7 @@ def _title(each: BuiltDeployment, explanation: Explanation) -> Text:
     loop = f"event loop {each.name}#N" if is_own else "the server's event loop"
     if config.isolation == "process":
         loop = f"each in a process, {loop}"
-    many = f"{_count(replicas, 'replica')} x {config.max_ongoing_requests} requests at once"
+    many = f"{counted(replicas, 'replica')} x {config.max_ongoing_requests} requests at once"
     return Text(each.name, "bold") + f"  {many}, {loop}"
 
 
@@ -178,13 +179,9 @@ def _summary(explanation: Explanation) -> str:
     flag = int(explanation.settings.run_sync_in_threadpool)
     moving = sum(row.moves for row in rows)
     return (
-        f"{_count(len(rows), 'row')}, {_count(warnings, 'warning')}; "
+        f"{counted(len(rows), 'row')}, {counted(warnings, 'warning')}; "
         f"{SYNC_IN_THREADPOOL}={flag}, and {moving or 'none'} would move at {1 - flag}"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _said(finding: Finding) -> Text:
