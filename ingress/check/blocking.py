@@ -92,21 +92,14 @@ def blocking_calls(
     return [each for each in found if each is not None], len(functions)
 
 
-class Position(TypedDict):
-    """A place in ruff's output, from 1."""
-
-    row: int
-    column: int
-
-
 class Diagnostic(TypedDict):
-    """One diagnostic of ruff's JSON output; it has other keys too."""
+    """One diagnostic of ruff's JSON output; it has more keys. Places are a row and a column."""
 
     code: str
     filename: str
     message: str
-    location: Position
-    end_location: Position
+    location: dict[str, int]
+    end_location: dict[str, int]
 
 
 def _finding(

@@ -93,7 +93,6 @@ __all__ = [
     "Dependant",
     "Included",
     "IncludedRouter",
-    "NativeTelemetry",
     "ServedRoute",
     "base_app",
     "check_kind",
@@ -158,20 +157,7 @@ class Included(Protocol):
     """A node of the route tree: a router with the prefix and dependencies of its include."""
 
     original_router: Router
-    include_context: IncludeContext
     _effective_candidates: Sequence[object]
-
-
-class IncludeContext(Protocol):
-    """The prefix and dependencies of an include; a dataclass, of which `replace` makes copies."""
-
-    included_router: Router
-
-
-class NativeTelemetry(Protocol):
-    """FastAPI's own telemetry of an app."""
-
-    def enabled(self) -> bool: ...
 
 
 routing: ModuleType = fastapi.routing
@@ -396,9 +382,9 @@ def embeds_body(route: CompilableRoute) -> bool:
     return bool(route._embed_body_fields)
 
 
-def native_telemetry(app: ASGIApp) -> NativeTelemetry | None:
-    """Return FastAPI's own telemetry of an app, `None` if it has none."""
-    return getattr(app, "_native_telemetry", None)
+def native_telemetry(app: ASGIApp) -> Callable[[], bool] | None:
+    """Return the function that says if an app's own telemetry is on, `None` if it has none."""
+    return getattr(getattr(app, "_native_telemetry", None), "enabled", None)
 
 
 def effective_route(scope: Scope, route: object) -> Any:

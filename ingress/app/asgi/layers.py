@@ -41,7 +41,7 @@ class Layers(NamedTuple):
         native = native_telemetry(app)
         is_off = (
             native is not None
-            and not native.enabled()
+            and not native()
             # Mounted apps may have providers of their own.
             and not any(isinstance(route, Mount) for route in app.routes)
         )

@@ -23,7 +23,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from math import ceil
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi.encoders import jsonable_encoder
 from starlette.exceptions import HTTPException
@@ -39,12 +39,6 @@ logger = logging.getLogger("ingress")
 
 T = TypeVar("T")
 _TEXT = b"text/plain; charset=utf-8"
-
-
-class Closable(Protocol):
-    """A generator or another iterator that holds resources until it is closed."""
-
-    def close(self) -> None: ...
 
 
 async def send_value(
@@ -71,7 +65,7 @@ async def send_value(
 
 
 def take_over_stream(
-    response: Any, pool: ThreadPool, opened: Sequence[Closable] | None = None
+    response: Any, pool: ThreadPool, opened: Sequence[Generator[object, None, None]] | None = None
 ) -> None:
     """Make a streaming response iterate in one worker thread, and close its iterator.
 
@@ -102,7 +96,7 @@ def take_over_stream(
     response.stream_response = stream_and_close  # type: ignore[method-assign]
 
 
-def _closing(items: Iterable[T], opened: Sequence[Closable]) -> Iterator[T]:
+def _closing(items: Iterable[T], opened: Sequence[Generator[object, None, None]]) -> Iterator[T]:
     """Yield items, and close at the end, in this thread, what the iterator has opened.
 
     FastAPI's does not close the endpoint's generator. Until Python 3.12 that was dropped when the
