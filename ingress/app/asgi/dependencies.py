@@ -106,6 +106,12 @@ class LiftedAsyncGenerator(Lifted):
             yield value
 
 
+_UNPLANNED: dict[Kind, type[LiftedGenerator | LiftedAsyncGenerator]] = {
+    Kind.GENERATOR: LiftedGenerator,
+    Kind.ASYNC_GENERATOR: LiftedAsyncGenerator,
+}
+
+
 @dataclasses.dataclass(eq=False)
 class Dependencies:
     """The lifted dependencies of a deployment's routes; a replica makes plans for `targets`."""
@@ -147,15 +153,11 @@ class Dependencies:
         if not is_lifted or isinstance(original, SecurityBase):
             return original
         signature = self._signature(original, skip_first=target.takes_self)
-        if is_placed:
+        if is_placed or kind not in _UNPLANNED:
             self.targets.append(target)
-            return LiftedPlacedGenerator(original, target, signature)
-        if kind is Kind.GENERATOR:
-            return LiftedGenerator(original, target, signature)
-        if kind is Kind.ASYNC_GENERATOR:
-            return LiftedAsyncGenerator(original, target, signature)
-        self.targets.append(target)
-        return LiftedFunction(original, target, signature)
+        lifted: Callable[..., Callable[..., object]]
+        lifted = LiftedPlacedGenerator if is_placed else _UNPLANNED.get(kind, LiftedFunction)
+        return lifted(original, target, signature)
 
     def _signature(self, original: Callable[..., object], *, skip_first: bool) -> inspect.Signature:
         parameters = get_typed_signature(original).parameters.values()
