@@ -116,18 +116,19 @@ class SourceFile:
         waiting: list[tuple[ast.AST, str, str, Function | None]] = [(self.tree, "", "", None)]
         while waiting:
             node, prefix, cls, parent = waiting.pop()
-            if isinstance(node, AnyDef):
-                function = Function(self, node, prefix + node.name, cls, parent)
-                self.functions.append(function)
-                if parent is not None:
-                    parent.children[node.name] = function
-                prefix, parent = f"{function.name}.", function
-            elif isinstance(node, ast.ClassDef):
-                cls, parent = prefix + node.name, None
-                self.classes[cls] = node
-                prefix = f"{cls}."
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                self._note_imports(node)
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    function = Function(self, node, prefix + node.name, cls, parent)
+                    self.functions.append(function)
+                    if parent is not None:
+                        parent.children[node.name] = function
+                    prefix, parent = f"{function.name}.", function
+                case ast.ClassDef():
+                    cls, parent = prefix + node.name, None
+                    self.classes[cls] = node
+                    prefix = f"{cls}."
+                case ast.Import() | ast.ImportFrom():
+                    self._note_imports(node)
             children = [(each, prefix, cls, parent) for each in ast.iter_child_nodes(node)]
             waiting += reversed(children)
 
@@ -298,15 +299,13 @@ def own_nodes(node: AnyDef) -> Iterator[ast.AST]:
 
 def consumes(node: ast.AST, child: ast.AST) -> bool:
     """Return whether running `node` iterates `child` at once."""
-    if isinstance(node, ast.For | ast.comprehension):
-        return child is node.iter
-    if isinstance(node, ast.YieldFrom | ast.Starred):
-        return True
-    if isinstance(node, ast.Call):
-        name = dotted(node.func)
-        is_join = isinstance(node.func, ast.Attribute) and node.func.attr == "join"
-        return child is not node.func and (name in _CONSUMERS or is_join)
-    return False
+    match node:
+        case ast.For() | ast.comprehension():
+            return child is node.iter
+        case ast.Call(func):
+            is_join = isinstance(func, ast.Attribute) and func.attr == "join"
+            return child is not func and (dotted(func) in _CONSUMERS or is_join)
+    return isinstance(node, ast.YieldFrom | ast.Starred)
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ingress.app.declaration.assignments import targets_of
 from ingress.check.sources import Function, SourceFile, Sources, dotted
 
 _LOCK_NAME = re.compile(r"(?<![bcf])lock|mutex|semaphore|condition", re.I)
@@ -126,13 +127,11 @@ def _assignments(
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Yield the plain names and attributes that a statement assigns to, with the value."""
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+        for target in targets_of(node):
             for each, value in _pairs(target, node.value):
                 if name := dotted(each):
                     yield name, value
-    elif isinstance(node, ast.AnnAssign) and node.value and (name := dotted(node.target)):
-        yield name, node.value
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:

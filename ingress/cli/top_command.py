@@ -27,7 +27,7 @@ if sys.platform != "win32":
 
 PAUSE_S = 0.5
 _SORT_KEYS = {"n": "name", "r": "rate", "l": "latency", "e": "errors", "u": "queue"}
-_ESCAPE, _ENTER, _RUBOUT = "\x1b", ("\r", "\n"), ("\x7f", "\b")
+_ESCAPE = "\x1b"
 Keys = Callable[[float], str]
 _KEYS = "q quit  p pause  / filter  sort: n name  r rate  l latency  e errors  u queue"
 
@@ -87,23 +87,25 @@ class Screen:
     def press(self, key: str) -> bool:
         """Take a key. Returns False if the user quits."""
         if self.is_typing:
-            if key == _ESCAPE:
-                self.wanted, self.is_typing = "", False
-            elif key in _ENTER:
-                self.is_typing = False
-            elif key in _RUBOUT:
-                self.wanted = self.wanted[:-1]
-            elif key.isprintable():
-                self.wanted += key
+            match key:
+                case "\x1b":
+                    self.wanted, self.is_typing = "", False
+                case "\r" | "\n":
+                    self.is_typing = False
+                case "\x7f" | "\b":
+                    self.wanted = self.wanted[:-1]
+                case _ if key.isprintable():
+                    self.wanted += key
             return True
-        if key == "/":
-            self.is_typing, self.wanted = True, ""
-        elif key in ("p", " "):
-            self.is_paused = not self.is_paused
-        elif key == _ESCAPE:
-            self.wanted = ""
-        elif key in _SORT_KEYS:
-            self.sort = _SORT_KEYS[key]
+        match key:
+            case "/":
+                self.is_typing, self.wanted = True, ""
+            case "p" | " ":
+                self.is_paused = not self.is_paused
+            case "\x1b":
+                self.wanted = ""
+            case _:
+                self.sort = _SORT_KEYS.get(key, self.sort)
         return key not in ("q", "\x03", "\x04")
 
     def picture(self, view: View | None, width: int, height: int | None) -> Group:

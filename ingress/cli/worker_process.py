@@ -144,14 +144,15 @@ class WorkerProcess:
         with suppress(Empty):
             while True:
                 told = self._told.get_nowait()
-                if isinstance(told, tuple):
-                    self.answers.append(told)
-                elif isinstance(told, Snapshot):
-                    self.snapshot = told
-                elif isinstance(told, str):
-                    self.cause = told
-                else:
-                    self.is_ready = told
+                match told:
+                    case tuple():
+                        self.answers.append(told)
+                    case Snapshot():
+                        self.snapshot = told
+                    case str():
+                        self.cause = told
+                    case _:
+                        self.is_ready = told
 
     def hear_the_last(self) -> None:
         """Take the last messages of a worker that has ended, and close its pipe."""

@@ -128,14 +128,15 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _members(part: object) -> Iterator[tuple[str, object]]:
-    if isinstance(part, Mapping):
-        yield from ((f"[{key!r}]", each) for key, each in part.items())
-    elif isinstance(part, list | tuple | set | frozenset | deque):
-        yield from ((f"[{index}]", each) for index, each in enumerate(part))
-    elif isinstance(part, BaseModel):
-        yield from ((f".{name}", each) for name, each in vars(part).items())
-    elif is_dataclass(part) and not isinstance(part, type):
-        yield from ((f".{each.name}", getattr(part, each.name)) for each in fields(part))
+    match part:
+        case Mapping():
+            yield from ((f"[{key!r}]", each) for key, each in part.items())
+        case list() | tuple() | set() | frozenset() | deque():
+            yield from ((f"[{index}]", each) for index, each in enumerate(part))
+        case BaseModel():
+            yield from ((f".{name}", each) for name, each in vars(part).items())
+        case _ if is_dataclass(part) and not isinstance(part, type):
+            yield from ((f".{each.name}", getattr(part, each.name)) for each in fields(part))
 
 
 def _culprit(

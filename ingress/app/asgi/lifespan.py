@@ -108,12 +108,13 @@ class Lifespan:
             self._answer()
 
     async def _send(self, message: Message) -> None:
-        if message["type"] == "lifespan.startup.complete":
-            self._is_up = True
-            self._answer()
-        elif message["type"] in ("lifespan.startup.failed", "lifespan.shutdown.failed"):
-            # Starlette raises the error next; a raw app may just return.
-            self._failed = message.get("message", "")
+        match message["type"]:
+            case "lifespan.startup.complete":
+                self._is_up = True
+                self._answer()
+            case "lifespan.startup.failed" | "lifespan.shutdown.failed":
+                # Starlette raises the error next; a raw app may just return.
+                self._failed = message.get("message", "")
 
     def _answer(self) -> None:
         if self._answered is not None and not self._answered.done():

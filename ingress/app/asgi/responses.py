@@ -49,15 +49,13 @@ async def send_value(
         take_over_stream(value, pool)
         await value(scope, receive, send)
         return
-    content_type = b"text/plain"
-    if isinstance(value, str):
-        body, content_type = value.encode(), _TEXT
-    elif value is None:
-        body = b""
-    elif isinstance(value, bytes):
-        body = value
-    else:
-        body, content_type = _to_json(value).encode(), b"application/json"
+    match value:
+        case str():
+            body, content_type = value.encode(), _TEXT
+        case None | bytes():
+            body, content_type = value or b"", b"text/plain"
+        case _:
+            body, content_type = _to_json(value).encode(), b"application/json"
     # As messages, because a `Response` object would double the work.
     headers = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

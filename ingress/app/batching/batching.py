@@ -331,9 +331,8 @@ class Batcher:
 
 
 def _is_whole(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    return is_whole and not isinstance(value, bool)
 
 
 def _size(value: Any) -> int:

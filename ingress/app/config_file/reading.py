@@ -70,10 +70,11 @@ class Node:
 
     def plain(self) -> object:
         """Return the value without places."""
-        if isinstance(self.value, dict):
-            return {key: each.plain() for key, each in self.value.items()}
-        if isinstance(self.value, list):
-            return [each.plain() for each in self.value]
+        match self.value:
+            case dict():
+                return {key: each.plain() for key, each in self.value.items()}
+            case list():
+                return [each.plain() for each in self.value]
         return self.value
 
     def at(self, where: Iterable[str | int]) -> Place:

@@ -19,18 +19,19 @@ def place_of(module_name: str, name: str) -> tuple[str, int]:
         return shown(file), 0
     first, _, rest = name.partition(".")
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if node.name == first.partition("(")[0]:
-                return shown(file), _line_in(node, rest)
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and first in _targets(node):
-            return shown(file), node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if first == (alias.asname or alias.name):
-                    origin = _origin(node, module_name)
-                    if origin in sys.modules and origin != module_name:
-                        return place_of(origin, ".".join(filter(None, [alias.name, rest])))
-                    return shown(file), node.lineno
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if node.name == first.partition("(")[0]:
+                    return shown(file), _line_in(node, rest)
+            case ast.Assign() | ast.AnnAssign() if first in _targets(node):
+                return shown(file), node.lineno
+            case ast.ImportFrom():
+                for alias in node.names:
+                    if first == (alias.asname or alias.name):
+                        origin = _origin(node, module_name)
+                        if origin in sys.modules and origin != module_name:
+                            return place_of(origin, ".".join(filter(None, [alias.name, rest])))
+                        return shown(file), node.lineno
     return shown(file), 0
 
 

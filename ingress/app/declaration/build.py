@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, count
 from types import FunctionType, MappingProxyType
 from typing import Any
 from weakref import WeakSet
@@ -185,11 +186,9 @@ class _Flattening:
     def _free_name(self, node: Application) -> str:
         wanted = node.deployment.name
         taken = {built.name for built in self.built.values()}
-        name, number = wanted, 0
-        while name in taken:
-            number += 1
-            name = f"{wanted}_{number}"
-        if number and node not in _told:
+        names = chain([wanted], (f"{wanted}_{number}" for number in count(1)))
+        name = next(each for each in names if each not in taken)
+        if name != wanted and node not in _told:
             _told.add(node)
             logger.warning(
                 "application %r has several deployments named %r; this one is now %r. "

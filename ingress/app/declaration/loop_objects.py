@@ -114,8 +114,7 @@ class _Walk:
         # By id, with the object itself: another one may not get the same id meanwhile.
         self._seen: dict[int, object] = {}
         self._told: set[tuple[str, str]] = set()
-        self._kept: dict[type, list[tuple[str, str]]] = {}
-        self._filled: dict[type, list[tuple[str, str]]] = {}
+        self._kept: dict[type, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {}
         self._known: Known = {}
         self._state: dict[str, object] = {}  # of the app, as all its replicas have it
         self._app = _Name("", "app")
@@ -128,8 +127,8 @@ class _Walk:
             *enumerate(built.init_args),
             *built.init_kwargs.items(),
         ]
-        call = _Name(target.__module__, f"{built.name}.bind")
-        waiting += [(value, _Name(call.module, f"{call.text}({key})"), 0) for key, value in given]
+        for key, value in given:
+            waiting.append((value, _Name(target.__module__, f"{built.name}.bind({key})"), 0))
         spec = getattr(target, "__ingress_spec__", None)
         if spec is not None and spec.app is not None:  # no builder, which makes it later
             self._seen[id(spec.app)] = spec.app  # its parts have names of their own
@@ -212,13 +211,12 @@ class _Walk:
         """Return the attributes that methods of the object will set, with the makers."""
         cls = type(value)
         if cls not in self._kept:  # a list may have thousands of instances of one class
-            self._kept[cls] = [*kept_by(cls, self._known)]
-            self._filled[cls] = [*kept_in(cls, self._known)]
-        kept = self._kept[cls]
+            self._kept[cls] = [*kept_by(cls, self._known)], [*kept_in(cls, self._known)]
+        kept, filled = self._kept[cls]
         if kept:
             there = dict(_attributes(value))  # the walk comes to these by itself
             kept = [each for each in kept if there.get(each[0]) is None]
-        return [*kept, *self._filled[cls]]
+        return [*kept, *filled]
 
     def _is_opaque(self, app: object) -> bool:
         """Return whether an app that is mounted is a library's, whose state is not known."""
@@ -240,35 +238,36 @@ class _Walk:
 
     def _parts(self, value: object, name: _Name, depth: int) -> Iterator[tuple[object, _Name, int]]:
         """Yield what `value` names, contains or consists of."""
-        if isinstance(value, FunctionType):
-            yield from self._parts_of_function(value, depth)
-        elif isinstance(value, MethodType):
-            yield value.__func__, name, depth
-            yield value.__self__, name, depth
-        elif isinstance(value, functools.partial):
-            yield from ((each, name, depth) for each in (value.func, *value.args))
-            yield from ((each, name, depth) for each in value.keywords.values())
-        elif isinstance(value, staticmethod | classmethod):
-            yield value.__func__, name, depth
-        elif isinstance(value, property):
-            yield from ((each, name, depth) for each in (value.fget, value.fset))
-        elif isinstance(value, type):
-            if self._is_users(value.__module__):
-                own = _Name(value.__module__, value.__qualname__)
-                yield from ((each, own.part(key), depth) for key, each in vars(value).items())
-                yield from ((each, name, depth) for each in value.__bases__)
-        elif isinstance(value, dict):
-            for key, each in _some(dict.items(value)):
-                part = _Name(name.module, f"{name.text}[{key!r}]", name.function)
-                yield each, part, depth
-        elif isinstance(value, _SEQUENCES):
-            iterate: Any = next(each.__iter__ for each in _SEQUENCES if isinstance(value, each))
-            yield from ((each, name, depth) for each in _some(iterate(value)))
-        elif depth < _DEPTH and not isinstance(value, ModuleType) and not _is_ours(value):
-            if self._is_users(type(value).__module__):
-                yield type(value), name, depth
-            for key, each in _attributes(value):
-                yield each, name.part(key), depth + 1
+        match value:
+            case FunctionType():
+                yield from self._parts_of_function(value, depth)
+            case MethodType():
+                yield value.__func__, name, depth
+                yield value.__self__, name, depth
+            case functools.partial():
+                for each in (value.func, *value.args, *value.keywords.values()):
+                    yield each, name, depth
+            case staticmethod() | classmethod():
+                yield value.__func__, name, depth
+            case property():
+                yield from ((each, name, depth) for each in (value.fget, value.fset))
+            case type():
+                if self._is_users(value.__module__):
+                    own = _Name(value.__module__, value.__qualname__)
+                    yield from ((each, own.part(key), depth) for key, each in vars(value).items())
+                    yield from ((each, name, depth) for each in value.__bases__)
+            case dict():
+                for key, each in _some(dict.items(value)):
+                    part = _Name(name.module, f"{name.text}[{key!r}]", name.function)
+                    yield each, part, depth
+            case list() | tuple() | set() | frozenset():
+                kind: Any = next(kind for kind in _SEQUENCES if isinstance(value, kind))
+                yield from ((each, name, depth) for each in _some(kind.__iter__(value)))
+            case _ if depth < _DEPTH and not isinstance(value, ModuleType) and not _is_ours(value):
+                if self._is_users(type(value).__module__):
+                    yield type(value), name, depth
+                for key, each in _attributes(value):
+                    yield each, name.part(key), depth + 1
 
     def _parts_of_function(
         self, function: FunctionType, depth: int

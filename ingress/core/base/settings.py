@@ -312,13 +312,10 @@ def warn_of_unused(environ: Mapping[str, str] | None = None) -> None:
     if unused:
         _told.update(unused)
         named = [f"{name} ({_INSTEAD[name]})" if name in _INSTEAD else name for name in unused]
-        one = len(named) == 1
-        text = (
-            f"{', '.join(named)} {'has' if one else 'have'} no effect in this process, only on Ray"
-        )
-        warnings.warn_explicit(
-            f"the variable{'' if one else 's'} {text}", UserWarning, "<environment>", 1
-        )
+        several = f"the variables {', '.join(named)} have"
+        whose = several if len(named) > 1 else f"the variable {named[0]} has"
+        text = f"{whose} no effect in this process, only on Ray"
+        warnings.warn_explicit(text, UserWarning, "<environment>", 1)
 
 
 def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:

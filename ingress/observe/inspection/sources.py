@@ -131,15 +131,18 @@ class _Names:
 
     def find(self, node: ast.expr) -> Any:
         """Return the value of an expression, `None` if it is not known before it runs."""
-        if isinstance(node, ast.Name):
-            return self._named(node.id)
-        if isinstance(node, ast.Attribute):
-            is_self = isinstance(node.value, ast.Name) and node.value.id == self._self
-            return _attribute(self._owner if is_self else self.find(node.value), node.attr)
-        if isinstance(node, (ast.Lambda, ast.GeneratorExp)):
-            return self._inner("<lambda>" if isinstance(node, ast.Lambda) else "<genexpr>")
-        if isinstance(node, ast.Call) and self.find(node.func) is partial and node.args:
-            return self.find(node.args[0])
+        match node:
+            case ast.Name(name):
+                return self._named(name)
+            case ast.Attribute(owner, name):
+                is_self = isinstance(owner, ast.Name) and owner.id == self._self
+                return _attribute(self._owner if is_self else self.find(owner), name)
+            case ast.Lambda():
+                return self._inner("<lambda>")
+            case ast.GeneratorExp():
+                return self._inner("<genexpr>")
+            case ast.Call(func, [first, *_]) if self.find(func) is partial:
+                return self.find(first)
         return None
 
     def _named(self, name: str) -> object:
