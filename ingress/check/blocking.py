@@ -61,9 +61,8 @@ def on_loop(
     """
     lifecycle = {each.function for each in subjects if each.is_lifecycle}
     found = {function: OnLoop(function) for function in sources.functions() if function.is_async}
-    for subject in subjects:
-        if subject.blocks or subject.function.is_async:
-            found[subject.function] = OnLoop(subject.function, subject)
+    on_it = (each for each in subjects if each.blocks or each.function.is_async)
+    found |= {each.function: OnLoop(each.function, each) for each in on_it}
     if not constructors:
         for function in lifecycle:
             found.pop(function, None)

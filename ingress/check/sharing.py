@@ -228,14 +228,10 @@ def _unlocked(statement: ast.AST, state: State) -> Iterator[ast.AST]:
         waiting += reversed([*children])
 
 
-def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    for name in ("body", "orelse", "finalbody"):
-        if block := getattr(statement, name, None):
-            yield block
-    for handler in getattr(statement, "handlers", ()):
-        yield handler.body
-    for case in getattr(statement, "cases", ()):
-        yield case.body
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
+    inner = (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
+    return [*filter(None, blocks), *(each.body for each in inner)]
 
 
 def _leaves(body: list[ast.stmt]) -> bool:

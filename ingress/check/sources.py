@@ -154,14 +154,12 @@ class SourceFile:
 class Sources:
     """The user's files, and the definitions in them by full name."""
 
-    def __init__(self, modules: Iterable[tuple[Path, str]] = ()) -> None:
+    def __init__(self) -> None:
         self.files: dict[Path, SourceFile] = {}
         self.unread: list[Path] = []
         self._modules: dict[str, SourceFile] = {}
         self._functions: dict[str, Function] = {}
         self._at: dict[tuple[Path, int, str], Function] = {}
-        for path, module in modules:
-            self.add(path, module)
 
     def add(self, path: Path, module: str) -> SourceFile | None:
         """Read a file. Returns `None` if this Python cannot parse it."""

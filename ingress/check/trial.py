@@ -100,13 +100,9 @@ def _is_write_of(finding: Finding, seen: Written) -> bool:
 def _raised(finding: Finding, errors: list[Raised]) -> str:
     """Return the error that proves the finding, "" if none was raised."""
     words = _ERRORS.get(finding.rule.id)
-    if words is None:
-        return ""
-    for each in errors:
-        # An object from the constructor raises where it is used, not on the finding's line.
-        if words in each["text"] and (finding.rule.id == "IG106" or _is_at(finding, each)):
-            return str(each["text"])
-    return ""
+    # An object from the constructor raises where it is used, not on the finding's line.
+    here = (each for each in errors if finding.rule.id == "IG106" or _is_at(finding, each))
+    return next((each["text"] for each in here if words and words in each["text"]), "")
 
 
 def _is_at(finding: Finding, seen: Written | Raised) -> bool:

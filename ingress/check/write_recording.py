@@ -149,10 +149,11 @@ def _traced_container(attribute: str, value: Any, trace: Trace) -> object:
     base: Any = type(value)
     if base not in CONTAINERS:
         return value
-    names = {}
-    for name in (*_READ_KEY, *_READ_ALL, *_WRITE_KEY, *_WRITE_ALL):
-        if hasattr(base, name):
-            names[name] = _telling(getattr(base, name), name, attribute, trace)
+    names = {
+        name: _telling(getattr(base, name), name, attribute, trace)
+        for name in (*_READ_KEY, *_READ_ALL, *_WRITE_KEY, *_WRITE_ALL)
+        if hasattr(base, name)
+    }
     traced: Any = type(base.__name__, (base,), names)
     if base is defaultdict:
         return traced(value.default_factory, value)

@@ -112,10 +112,11 @@ def change(wanted: Changes, origin: str, *, is_scaling: bool = False) -> list[st
     `origin` is the file or the command that asks for them.
     """
     check(wanted, is_scaling=is_scaling)
-    done: list[str] = []
-    for name, options in wanted.items():
-        done += [f"{name}: {each}" for each in local_engine().change(name, options, origin=origin)]
-    return done
+    return [
+        f"{name}: {each}"
+        for name, options in wanted.items()
+        for each in local_engine().change(name, options, origin=origin)
+    ]
 
 
 def _part(what: str, arguments: Mapping[str, Any]) -> Any:

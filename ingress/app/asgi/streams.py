@@ -97,8 +97,7 @@ async def _chunks(
 def _encoded(items: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes]:
     """Yield encoded items, in the worker thread, so that the channel's limit in bytes applies."""
     with closing(items):
-        for item in items:
-            yield encode(item)
+        yield from map(encode, items)
 
 
 # Responses.

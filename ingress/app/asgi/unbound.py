@@ -91,11 +91,13 @@ def _told(app: Starlette, cls: type) -> str:
 
 def _name(modules: Iterable[ModuleType], is_it: Callable[[object], bool]) -> str | None:
     """Return MODULE:NAME of the first value that `is_it` accepts."""
-    for module in modules:
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if is_it(value):
-                return f"{module.__name__}:{name}"
-    return None
+    found = (
+        f"{module.__name__}:{name}"
+        for module in modules
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if is_it(value)
+    )
+    return next(found, None)
 
 
 def _is_application_of(value: Any, cls: type) -> bool:

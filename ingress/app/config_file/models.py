@@ -208,9 +208,11 @@ class ServeConfig(Options):
             found.append("proxy_location (this process always serves HTTP)")
         if self.grpc_options.grpc_servicer_functions:
             found.append(f"grpc_options.grpc_servicer_functions ({_GRPC})")
-        for each in self.applications:
-            found += [f"{option} of application {each.name!r}" for option in each.for_a_cluster()]
-        return found
+        return found + [
+            f"{option} of application {each.name!r}"
+            for each in self.applications
+            for option in each.for_a_cluster()
+        ]
 
     def environment(self) -> dict[str, str]:
         """Return the variables of all applications.

@@ -102,8 +102,7 @@ def effective(
     yield from look.logging(log_level)
     for number, each in enumerate(loaded):
         yield from look.application(number, each)
-    for variable in SETTINGS:
-        yield look.variable(variable, value_of(variable, settings))
+    yield from (look.variable(each, value_of(each, settings)) for each in SETTINGS)
 
 
 def value_of(variable: str, settings: Settings) -> object:

@@ -113,8 +113,7 @@ def _parts(value: Any) -> Iterator[object]:
         yield from value
     elif _is_looked_into(cls):
         yield from list(dict_of(value).values())
-        for _, each in slots_of(value):
-            yield each
+        yield from (each for _, each in slots_of(value))
 
 
 def _is_looked_into(cls: type) -> bool:

@@ -127,8 +127,9 @@ class _Walk:
             *enumerate(built.init_args),
             *built.init_kwargs.items(),
         ]
-        for key, value in given:
-            waiting.append((value, _Name(target.__module__, f"{built.name}.bind({key})"), 0))
+        waiting += [
+            (each, _Name(target.__module__, f"{built.name}.bind({key})"), 0) for key, each in given
+        ]
         spec = getattr(target, "__ingress_spec__", None)
         if spec is not None and spec.app is not None:  # no builder, which makes it later
             self._seen[id(spec.app)] = spec.app  # its parts have names of their own
@@ -169,13 +170,12 @@ class _Walk:
                 maker = maker_in(value.default_factory, self._known)
                 if maker:
                     yield name, f"container of {maker}"
-            for attribute, maker in self._kept_by(value):
-                yield name.part(attribute), maker
+            yield from ((name.part(each), maker) for each, maker in self._kept_by(value))
 
     def _made_in(self, function: FunctionType, *, cached: bool) -> Iterator[tuple[_Name, str]]:
         module, label = function.__module__, _label(function)
-        for made, maker in made_in(function, self._known, cached=cached):
-            yield _Name(module, made, label), maker
+        found = made_in(function, self._known, cached=cached)
+        yield from ((_Name(module, made, label), maker) for made, maker in found)
         for each in put_in(function, self._known):
             first, *rest = each.path
             if first in function.__code__.co_freevars:
@@ -245,8 +245,8 @@ class _Walk:
                 yield value.__func__, name, depth
                 yield value.__self__, name, depth
             case functools.partial():
-                for each in (value.func, *value.args, *value.keywords.values()):
-                    yield each, name, depth
+                parts = (value.func, *value.args, *value.keywords.values())
+                yield from ((each, name, depth) for each in parts)
             case staticmethod() | classmethod():
                 yield value.__func__, name, depth
             case property():
@@ -266,8 +266,8 @@ class _Walk:
             case _ if depth < _DEPTH and not isinstance(value, ModuleType) and not _is_ours(value):
                 if self._is_users(type(value).__module__):
                     yield type(value), name, depth
-                for key, each in _attributes(value):
-                    yield each, name.part(key), depth + 1
+                attributes = _attributes(value)
+                yield from ((each, name.part(key), depth + 1) for key, each in attributes)
 
     def _parts_of_function(
         self, function: FunctionType, depth: int
@@ -280,15 +280,14 @@ class _Walk:
                 yield cell.cell_contents, own.part(key), depth
             except ValueError:
                 continue  # a variable that was never assigned to
-        for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            yield _dependency(each), own, depth
-        for each in vars(function).values():
-            yield each, own, depth
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        parts = (*map(_dependency, defaults), *vars(function).values())
+        yield from ((each, own, depth) for each in parts)
         if not self._is_users(function.__module__):
             return
         for annotation in function.__annotations__.values():
-            for each in getattr(annotation, "__metadata__", ()):
-                yield _dependency(each), own, depth
+            metadata = map(_dependency, getattr(annotation, "__metadata__", ()))
+            yield from ((each, own, depth) for each in metadata)
         names = names_of(function.__code__)
         for key in sorted(names & function.__globals__.keys()):
             value = function.__globals__[key]
@@ -336,8 +335,7 @@ def _some(values: Iterable[T]) -> list[T]:
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes that an instance has itself, without a line of its code."""
     yield from _some(dict_of(value).items())
-    for slot, each in slots_of(value):
-        yield slot.__name__, each
+    yield from ((slot.__name__, each) for slot, each in slots_of(value))
 
 
 def _dependency(value: object) -> object:
@@ -358,19 +356,19 @@ def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, object]]:
     if not hasattr(app, "routes"):
         yield f"{MOUNT}({mount!r})", app
         return
-    for name in ("dependency_overrides", "exception_handlers"):
-        yield name, getattr(app, name, None)
     for each in getattr(app, "user_middleware", ()):
-        for part in (each.cls, getattr(each, "args", ()), getattr(each, "kwargs", {})):
-            yield "user_middleware", part
+        parts = (each.cls, getattr(each, "args", ()), getattr(each, "kwargs", {}))
+        yield from (("user_middleware", part) for part in parts)
     if isinstance(state := getattr(app, "state", None), State):
-        for key in state:
-            yield f"state.{key}", state[key]
+        yield from ((f"state.{key}", state[key]) for key in state)
     router = getattr(app, "router", app)
-    for name in ("lifespan_context", "on_startup", "on_shutdown"):
-        yield name, getattr(router, name, None)
-    for each in getattr(router, "dependencies", ()):
-        yield "dependencies", _dependency(each)
+    for owner, names in (
+        (app, ("dependency_overrides", "exception_handlers")),
+        (router, ("lifespan_context", "on_startup", "on_shutdown")),
+    ):
+        yield from ((name, getattr(owner, name, None)) for name in names)
+    dependencies = map(_dependency, getattr(router, "dependencies", ()))
+    yield from (("dependencies", each) for each in dependencies)
     for route in getattr(router, "routes", ()):
         yield "routes", getattr(route, "endpoint", None)
         waiting = [dependant] if (dependant := getattr(route, "dependant", None)) else []

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Mapping
 from inspect import isfunction, signature
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -51,15 +52,13 @@ def load(
             "folder with --app-dir"
         ) from None
     bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
-    found: Any = module
-    for name in attribute.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
-            raise NotAnApplication(
-                f"module {module_name!r} has no attribute {attribute!r}; {there}"
-            ) from None
+    try:
+        found: Any = attrgetter(attribute)(module)
+    except AttributeError:
+        there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
+        raise NotAnApplication(
+            f"module {module_name!r} has no attribute {attribute!r}; {there}"
+        ) from None
     if is_factory:
         found = _made(target, found)
     elif arguments or _is_builder(found) or (arguments is not None and isfunction(found)):

@@ -137,10 +137,9 @@ class DeploymentSnapshot:
     def counts(self) -> dict[str, ReplicaCounts]:
         """Return the counters of all replicas, by id: of those that run and those that ended."""
         found: dict[str, ReplicaCounts] = {}
-        for name, each in self.ended.items():
-            found.setdefault(name, ReplicaCounts(starts=0)).add(each)
-        for replica in self.replicas:
-            found.setdefault(replica.replica_id, ReplicaCounts(starts=0)).add(replica.counts)
+        running = [(each.replica_id, each.counts) for each in self.replicas]
+        for name, counts in (*self.ended.items(), *running):
+            found.setdefault(name, ReplicaCounts(starts=0)).add(counts)
         return found
 
 

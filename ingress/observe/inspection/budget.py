@@ -248,8 +248,7 @@ def _called(built: BuiltDeployment) -> Iterator[tuple[Callable[..., object], Rol
         elif not built.is_asgi:
             yield func, Role.METHOD, None
     if built.bound_app is not None:
-        for route in built.bound_app.routes():
-            yield route.func, Role.ENDPOINT, None
+        yield from ((route.func, Role.ENDPOINT, None) for route in built.bound_app.routes())
 
 
 def counted(number: int | str, what: str) -> str:
