@@ -86,8 +86,9 @@ def build_command(
             host=host or (EVERY_ADDRESS if kuberay else None),
             working_dir=working_dir,
         )
-        if kuberay:
-            text = text_of(manifest(list(built.values()), config, image), targets)
-        else:
-            text = header(config, targets) + yaml.safe_dump(config, sort_keys=False)
+        text = (
+            text_of(manifest(list(built.values()), config, image), targets)
+            if kuberay
+            else header(config, targets) + yaml.safe_dump(config, sort_keys=False)
+        )
     write(output, text)

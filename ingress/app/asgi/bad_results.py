@@ -169,9 +169,7 @@ def _names_type_only(error: Exception) -> bool:
 
 
 def _what(result: object, path: str, part: object) -> str:
-    if not path:
-        return _a(part)
-    return f"{_a(result)} with {_a(part)} at {path}"
+    return f"{_a(result)} with {_a(part)} at {path}" if path else _a(part)
 
 
 def _a(value: object) -> str:

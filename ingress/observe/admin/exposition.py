@@ -321,10 +321,11 @@ def _user_metric(metric: UserMetric, *, is_open_metrics: bool) -> Iterator[str]:
     template = _template(metric.boundaries)
     for each in metric.series:
         labels = _labels(**dict(zip(metric.label_names, each.labels, strict=True)))
-        if metric.kind == HISTOGRAM:
-            yield _histogram(name, labels, template, each.buckets, each.value)
-        else:
-            yield f"{name}{{{labels}}} {_number(each.value)}\n"
+        yield (
+            _histogram(name, labels, template, each.buckets, each.value)
+            if metric.kind == HISTOGRAM
+            else f"{name}{{{labels}}} {_number(each.value)}\n"
+        )
 
 
 def _number(value: float) -> str:

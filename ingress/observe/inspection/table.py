@@ -190,6 +190,4 @@ def _said(finding: Finding) -> Text:
 
 
 def _named(row: Row) -> str:
-    if not row.file:
-        return row.name
-    return f"{row.name} ({shown(row.file)}:{row.line})"
+    return f"{row.name} ({shown(row.file)}:{row.line})" if row.file else row.name
