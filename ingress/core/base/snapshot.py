@@ -11,6 +11,7 @@ names of the fields.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -54,9 +55,7 @@ class ReplicaCounts:
             for key, latency in theirs.items():
                 mine.setdefault(key, Latency()).merge(latency)
         for route, types in other.errors.items():
-            counts = self.errors.setdefault(route, {})
-            for name, count in types.items():
-                counts[name] = counts.get(name, 0) + count
+            self.errors[route] = dict(Counter(self.errors.get(route)) + Counter(types))
         for function, batch in other.batches.items():
             self.batches.setdefault(function, BatchCount()).merge(batch)
         self.model_gets += other.model_gets
@@ -359,9 +358,7 @@ def summed_http(parts: Iterable[list[HTTPCount]]) -> list[HTTPCount]:
     for counts in parts:
         for each in counts:
             key = (each.route, each.method, each.status)
-            if key not in found:
-                found[key] = HTTPCount(*key, Latency())
-            found[key].latency.merge(each.latency)
+            found.setdefault(key, HTTPCount(*key, Latency())).latency.merge(each.latency)
     return list(found.values())
 
 
