@@ -156,9 +156,8 @@ class BothValues:
         self._is_again = False
 
     def _pairs(self) -> Iterator[tuple[str, Run, Run]]:
-        for test, runs in sorted(self._runs.items()):
-            if len(runs) == len(_FLAGS):
-                yield test, runs["0"], runs["1"]
+        whole = [each for each in sorted(self._runs.items()) if len(each[1]) == len(_FLAGS)]
+        yield from ((test, runs["0"], runs["1"]) for test, runs in whole)
 
     def _findings(self) -> dict[str, list[str]]:
         """Return, by test, the differences between 0 and 1 that are not between 0 and 0."""

@@ -133,16 +133,10 @@ class CodeFiles:
         return sorted(path.name for path, time in self._times.items() if _time_of(path) != time)
 
     def _paths(self) -> set[Path]:
-        found = set()
-        for module in list(sys.modules.values()):
-            name = getattr(module, "__file__", None)
-            if not isinstance(name, str):
-                continue
-            path = Path(name)
-            is_ours = any(path.is_relative_to(each) for each in self._folders)
-            if is_ours and "site-packages" not in path.parts:
-                found.add(path)
-        return found
+        names = [getattr(each, "__file__", None) for each in list(sys.modules.values())]
+        paths = {Path(each) for each in names if isinstance(each, str)}
+        found = {each for each in paths if any(map(each.is_relative_to, self._folders))}
+        return {each for each in found if "site-packages" not in each.parts}
 
 
 def _time_of(path: Path) -> int:
