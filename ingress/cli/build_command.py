@@ -70,9 +70,8 @@ def build_command(
     """
     if len(targets) > 1 and (name or route_prefix):
         raise refusal("--name and --route-prefix are for one application; edit the file of several")
-    names = [name or "default"]
-    if len(targets) > 1:
-        names = [f"app{number + 1}" for number in range(len(targets))]
+    several = [f"app{number + 1}" for number in range(len(targets))]
+    names = several if len(targets) > 1 else [name or "default"]
     with refusing(TypeError, ValueError, RayServeException):
         check_names(names[0], route_prefix)
         built = {

@@ -272,9 +272,8 @@ def _run_here(
 ) -> None:
     local_engine().use(served.server)
     targets = load_targets(served)
-    state = None
-    if served.file is not None:
-        state = FileState(served.file, served.app_dir, variables, served.folder)
+    file = served.file
+    state = None if file is None else FileState(file, served.app_dir, variables, served.folder)
     budget = budget_for([each.target for each in targets], settings, processes=options.workers)
     export_threads(budget.variables)
     if not options.has_new_processes:

@@ -113,9 +113,8 @@ def serve_until_ctrl_c(
     # On Ray, the applications are the cluster's: `ingress status --address`.
     is_local = engine == "local"
     observer = Observer(partial(parts_of, local_engine()))
-    commands = None
-    if is_local:
-        commands = {**commands_of_one_process(observer), "reload": command_of(reload)}
+    table = {**commands_of_one_process(observer), "reload": command_of(reload)}
+    commands = table if is_local else None
     hang_up = reloads.ask if is_local else None
     admin_options = resolved(served.server.admin) if is_local else AdminOptions(OFF)
     try:

@@ -40,9 +40,11 @@ class _Metric:
         self._default_tags: dict[str, str] = {}
         replica = REPLICA.get(None)
         # As in Ray: those of the replica in whose code it is made.
-        self._of_replica = ("", "", "")
-        if replica is not None:
-            self._of_replica = (replica.app_name, replica.deployment, replica.replica_tag)
+        self._of_replica = (
+            ("", "", "")
+            if replica is None
+            else (replica.app_name, replica.deployment, replica.replica_tag)
+        )
         self._theirs: Any = None
         self._definition = defined(self, UserMetric(
             name, self.kind, description, [*OF_REPLICA, *self._tag_keys],
