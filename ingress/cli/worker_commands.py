@@ -111,15 +111,13 @@ class WorkersCommands:
         if command == "record":
             wait_s += argument + ASK_S  # a worker waits so long for its child processes
         asked = _asked(self.workers, command, wait_s, {"argument": argument})
-        absent = dict.fromkeys(asked.starting, "starts")
-        absent |= dict.fromkeys(sorted(asked.waits_for), SILENT)
-        answers = []
-        for pid, each in dict(asked.answers).items():
-            if isinstance(each, Failed):
-                absent[pid] = f"answers with an error: {each}"
-            else:
-                answers.append(each)
-        return answers, absent
+        told = dict(asked.answers)
+        failed = {pid: each for pid, each in told.items() if isinstance(each, Failed)}
+        return [each for pid, each in told.items() if pid not in failed], {
+            **dict.fromkeys(asked.starting, "starts"),
+            **dict.fromkeys(sorted(asked.waits_for), SILENT),
+            **{pid: f"answers with an error: {each}" for pid, each in failed.items()},
+        }
 
     def roll(self, file: ConfigFile, port: SharedPort | None) -> None:
         """Replace all workers, by those of `port` if it is another one.

@@ -205,13 +205,10 @@ class Supervisor:
     def _send(self, asked: Asked) -> None:
         self._count += 1
         self._asked[self._count] = asked
-        starting = []
-        for worker in self._workers:
-            if worker.is_ready:
-                asked.waits_for.add(worker.pid)
-            elif worker is not self._newcomer:  # while that one starts, all others serve
-                starting.append(worker.pid)
-        asked.starting = tuple(starting)
+        asked.waits_for |= {each.pid for each in self._workers if each.is_ready}
+        # While the newcomer starts, all others serve.
+        starting = [each for each in self._workers if not each.is_ready]
+        asked.starting = tuple(each.pid for each in starting if each is not self._newcomer)
         if not asked.waits_for:
             asked.is_answered.set()
         for worker in self._workers:

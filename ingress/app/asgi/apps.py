@@ -227,8 +227,7 @@ def _with_our_handlers(handlers: dict[Any, Any]) -> dict[Any, Callable[..., Any]
         for error in CALL_ERRORS
         if handlers.keys().isdisjoint(error.__mro__)
     }
-    ours[Exception] = answer_failure  # Starlette raises the error after that
-    return {**handlers, **ours}
+    return {**handlers, **ours, Exception: answer_failure}  # Starlette raises the error after that
 
 
 def _with_own_docs(clone: Any) -> list[BaseRoute]:

@@ -142,19 +142,17 @@ class ApplicationConfig(Options):
 
     def for_a_cluster(self) -> list[str]:
         """Return the options with values that only a cluster acts on."""
-        found = [f"runtime_env.{name}" for name in self.runtime_env.changed()]
-        found = [each for each in found if each not in _HERE]
+        found = [f"runtime_env.{name}" for name in self.runtime_env.changed() if name not in _HERE]
         if self.runtime_env.is_remote:
             found.append("runtime_env.working_dir (it is remote)")
         found += [name for name in self.changed() if name in _CLUSTER_APPLICATION]
         for each in self.deployments:
-            options = [f"{name}={value!r}" for name, (value, _) in for_a_cluster(each).items()]
-            options += options_not_acted_on(each)
-            found += [f"{option} of {each.name}" for option in options]
+            given = [f"{name}={value!r}" for name, (value, _) in for_a_cluster(each).items()]
+            found += [f"{one} of {each.name}" for one in (*given, *options_not_acted_on(each))]
         return found
 
 
-_HERE = ("runtime_env.env_vars", "runtime_env.working_dir")
+_HERE = ("env_vars", "working_dir")
 _CLUSTER_APPLICATION = ("autoscaling_policy", "external_scaler_enabled")
 
 
