@@ -98,7 +98,7 @@ class CallRouter(Queue, Protocol):
         """Start the call, now or when a slot is free, or settle it as refused."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Invocation(Work):
     """The work of a call by handle on its replica: a method and its resolved arguments.
 

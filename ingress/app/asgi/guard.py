@@ -51,7 +51,7 @@ class Answer:
         await self._send(message)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class OutermostGuard:
     """An ASGI middleware that raises only an `Exception`.
 
