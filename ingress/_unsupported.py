@@ -247,20 +247,15 @@ def refuse(function: str, given: Mapping[str, object], signature: Callable[..., 
     """Raise `TypeError` for keywords that the function of that name and signature does not take."""
     for name in given:
         advice = PARAMETERS.get(function, {})
-        known = advice.get(name)
-        if known is None and function == "serve.start":
-            known = advice["kwargs"]
-        if known is None:
-            known = _meant(function, name, signature)
-        told = f"; {known}" if known else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{told}")
+        others = advice["kwargs"] if function == "serve.start" else ""
+        known = advice.get(name) or others or _meant(function, name, signature)
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {known}")
 
 
 def _meant(function: str, name: str, signature: Callable[..., object]) -> str:
-    parameters = inspect.signature(signature).parameters.values()
     takes = [
         each.name
-        for each in parameters
+        for each in inspect.signature(signature).parameters.values()
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each.name != "self"
     ]
     nearest = MEANT.get(function, {}).get(name) or next(

@@ -302,17 +302,13 @@ class DeploymentConfig(Options):
         return self
 
     @model_validator(mode="after")
-    def _cpus_are_a_number(self) -> Self:
+    def _resources_are_numbers(self) -> Self:
         cpus = self.ray_actor_options.get("num_cpus", 1)
         if not is_number(cpus) or cpus < 0:
             raise ValueError(
                 f"ray_actor_options['num_cpus'] must be a number ≥ 0, got {cpus!r}; "
                 "leave it out for the default, 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _gpus_are_whole_or_a_part(self) -> Self:
         gpus = self.ray_actor_options.get("num_gpus", 0)
         if self.isolation == "process" and not (
             is_number(gpus) and gpus >= 0 and (gpus <= 1 or gpus == int(gpus))
@@ -324,16 +320,12 @@ class DeploymentConfig(Options):
         return self
 
     @model_validator(mode="after")
-    def _processes_share_no_loop(self) -> Self:
+    def _isolation_fits(self) -> Self:
         if self.isolation == "process" and self.loop == "shared":
             raise ValueError(
                 'loop="shared" is for replicas in threads, got isolation="process", where each '
                 "replica has a process and a loop of its own; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _only_processes_are_retired(self) -> Self:
         for name in ("max_requests_per_replica", "max_memory_mb"):
             value = getattr(self, name)
             if value is not None and self.is_whole and self.isolation != "process":
@@ -488,8 +480,7 @@ class DeploymentOptions(TypedDict, total=False):
 
 def options_not_acted_on(config: DeploymentConfig) -> list[str]:
     """Return `option=value` for each option that was set, is not the default and does nothing."""
-    changed = config.changed()
-    silent = {name: value for name, value in changed.items() if name in NOT_ACTED_ON}
+    silent = {name: each for name, each in config.changed().items() if name in NOT_ACTED_ON}
     others = {key: value for key, value in config.ray_actor_options.items() if key != "num_cpus"}
     if config.isolation == "process":
         others.pop("num_gpus", None)

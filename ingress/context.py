@@ -18,6 +18,7 @@ from ingress._unsupported import absent_member, teller
 from ingress.core.base.counters import BatchCount
 from ingress.core.base.types import Place, ReplicaID, ReplicaRank
 from ingress.core.calls.call import Call
+from ingress.core.calls.loops import running_loop
 from ingress.core.execution.execution import ExecutionPlan, Role
 from ingress.exceptions import RayServeException
 
@@ -34,16 +35,14 @@ class AppLifespan(Protocol):
         """Let the caller keep the state after the shutdown."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class ReplicaContext:
     """The replica that runs the current code, as user code sees it.
 
     `servable_object` is the user's instance, `None` while its constructor runs.
     """
 
-    __slots__ = ("_replica",)
-
-    def __init__(self, replica: ReplicaRuntime) -> None:
-        self._replica = replica
+    _replica: ReplicaRuntime
 
     def __getattr__(self, name: str) -> Any:
         raise absent_member(self, name)
@@ -146,7 +145,7 @@ def get_replica_context() -> ReplicaContext:
         "`serve.get_replica_context()` may only be called from within a deployment: in its "
         "constructor, in its methods and endpoints, and in functions that they call."
     )
-    if threading.current_thread() is not threading.main_thread() and not _has_running_loop():
+    if threading.current_thread() is not threading.main_thread() and running_loop() is None:
         message += (
             f" This is the thread {threading.current_thread().name!r}; a thread you start yourself "
             "begins with an empty context. Start it with "
@@ -154,14 +153,6 @@ def get_replica_context() -> ReplicaContext:
             "`asyncio.to_thread`, which copies the context."
         )
     raise RayServeException(message)
-
-
-def _has_running_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 __getattr__ = teller(__name__)

@@ -106,6 +106,7 @@ class CallRouter(Queue, Protocol):
         """Start the call, now or when a slot is free, or settle it as refused."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Invocation(Work):
     """The work of a call by handle on its replica: a method and its resolved arguments.
 
@@ -113,15 +114,10 @@ class Invocation(Work):
     runs the method in another process reads the fields instead.
     """
 
-    __slots__ = ("args", "channel", "kwargs", "method")
-
-    def __init__(
-        self, method: str, args: list[Any], kwargs: dict[str, Any], channel: Channel | None
-    ) -> None:
-        self.method = method
-        self.args = args
-        self.kwargs = kwargs
-        self.channel = channel
+    method: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    channel: Channel | None
 
     def __call__(self, user_code: Methods) -> Awaitable[Any]:
         if self.channel is None:

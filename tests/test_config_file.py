@@ -177,10 +177,13 @@ DOUBLED = "\n".join(
     for before, name in zip("abcdefg", "bcdefgh", strict=True)
 )
 
+NESTED = "\n".join(f"a{n}: &a{n} {'[' * 30}{n and f'*a{n - 1}'}{']' * 30}" for n in range(60))
+
 HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "10 MB": (b"a: " + b"x" * 10_000_000, " has more than 1,000,000 bytes"),
     "deep nesting": ("a: " + "[" * 900, ":1:43: nested more than 40 levels deep"),
     "deep mapping": ("{a: " * 900, ":1:161: nested more than 40 levels deep"),
+    "aliases that nest": (NESTED, ":2:39: nested more than 40 levels deep"),
     "deeper than libyaml goes": ("a: " + "[" * 100_000, "nest"),  # from 0.2.6 on, in its words
     "anchors that expand": (f"a: &a [x]\n{DOUBLED}", "values, with aliases expanded"),
     "an anchor in itself": ("a: &a [*a]", ":1:8: *a is inside of its own anchor"),

@@ -18,7 +18,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 
 import ingress as serve
-from ingress.cli.trace_command import Session, TraceError
+from ingress.cli.trace_command import TraceError, traced
 from ingress.core.base.settings import (
     STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
@@ -115,15 +115,14 @@ def test_a_session_leaves_nothing_running(tmp_path: Path, starts: bool) -> None:
             return "ok"
 
     out = tmp_path / "trace.json"
-    session = Session("app", ["/"], 2, None, out, None)
-    application = serve.deployment(Maybe).bind()
+    lines = traced(serve.deployment(Maybe).bind(), "app", ["/"], 2, None, out, None)
 
     if starts:
-        first, *_ = session.run(application)
+        first, *_ = lines
         assert first == "GET /: 2 x 200"
     else:
         with pytest.raises(TraceError, match="failed to start: ValueError: no model"):
-            list(session.run(application))
+            list(lines)
     assert out.exists() == starts
     assert serve.status().applications == {}
     assert local_engine().factories == Factories()

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from uvicorn import Config
 
-from ingress.cli.worker_commands import Asked
+from ingress.cli.worker_process import Asked
 from ingress.cli.workers import Supervisor
 from tests.programs import INGRESS, ServerProcess, environment, process, run_ingress, write_module
 from tests.reliability.figures import Figures

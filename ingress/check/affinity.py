@@ -143,10 +143,8 @@ def _affine(made: Made, constructor: Function) -> tuple[ast.expr, str] | None:
         for each in made.call.keywords
     ):
         return None
-    for name, what in _AFFINE.items():
-        if made.full_name == name or made.full_name.startswith(f"{name}."):
-            return made.call, what
-    return None
+    named = (what for name, what in _AFFINE.items() if f"{made.full_name}.".startswith(f"{name}."))
+    return next(((made.call, what) for what in named), None)
 
 
 def _uses(function: Function, place: str) -> bool:

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from ingress.app.declaration.assignments import shown
 from ingress.check.calls import Call, calls_of
-from ingress.check.findings import CheckError, Finding, rule_of, shown
+from ingress.check.findings import CheckError, Finding, rule_of
 from ingress.check.sources import Function, SourceFile, Sources, own_nodes
 from ingress.check.subjects import Subject
 from ingress.core.base.settings import SYNC_IN_THREADPOOL
@@ -60,9 +61,8 @@ def on_loop(
     """
     lifecycle = {each.function for each in subjects if each.is_lifecycle}
     found = {function: OnLoop(function) for function in sources.functions() if function.is_async}
-    for subject in subjects:
-        if subject.blocks or subject.function.is_async:
-            found[subject.function] = OnLoop(subject.function, subject)
+    on_it = (each for each in subjects if each.blocks or each.function.is_async)
+    found |= {each.function: OnLoop(each.function, each) for each in on_it}
     if not constructors:
         for function in lifecycle:
             found.pop(function, None)
@@ -91,21 +91,14 @@ def blocking_calls(
     return [each for each in found if each is not None], len(functions)
 
 
-class Position(TypedDict):
-    """A place in ruff's output, from 1."""
-
-    row: int
-    column: int
-
-
 class Diagnostic(TypedDict):
-    """One diagnostic of ruff's JSON output; it has other keys too."""
+    """One diagnostic of ruff's JSON output; it has more keys. Places are a row and a column."""
 
     code: str
     filename: str
     message: str
-    location: Position
-    end_location: Position
+    location: dict[str, int]
+    end_location: dict[str, int]
 
 
 def _finding(

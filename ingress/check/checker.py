@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ingress.app.declaration.assignments import shown
 from ingress.app.declaration.build import build
 from ingress.app.declaration.declaration import Application
 from ingress.check.blocking import blocking_calls
 from ingress.check.decorated import dependencies_in, sources_in, subjects_in
-from ingress.check.findings import Report, shown
-from ingress.check.loop_sharing import shared_objects
+from ingress.check.findings import Report
 from ingress.check.migration import migration_findings
-from ingress.check.processes import findings_of_processes
+from ingress.check.replicas import findings_of_processes, shared_objects
 from ingress.check.sources import Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType
 
-from ingress.check.sources import Function, SourceFile, Sources, dotted, last_name
+from ingress.check.sources import Function, Sources, dotted, last_name
 from ingress.check.subjects import HOOKS, Subject, handed_on, planned
 from ingress.core.base.settings import Settings
 from ingress.core.execution.execution import Kind, Lanes, Role
@@ -96,7 +96,7 @@ def _role(function: Function, sources: Sources) -> Role | None:
         return None
     if not function.cls:
         return Role.METHOD if "deployment" in function.decorators else None
-    if not _is_deployment(function.file, function.cls):
+    if "deployment" not in map(last_name, function.file.classes[function.cls].decorator_list):
         return None
     if name in ("__init__", "__del__"):
         return Role.LIFECYCLE
@@ -123,18 +123,14 @@ def _sync_decorator(function: Function, sources: Sources) -> str:
     return ""
 
 
-def _is_deployment(file: SourceFile, cls: str) -> bool:
-    return "deployment" in map(last_name, file.classes[cls].decorator_list)
-
-
 def _one_at_a_time(function: Function) -> bool:
     """Return whether a function's deployment has `max_ongoing_requests=1`."""
     cls = function.file.classes.get(function.cls)
     decorators = [] if cls is None else cls.decorator_list
-    calls = [each for each in decorators if isinstance(each, ast.Call)]
     return any(
         keyword.arg == "max_ongoing_requests" and ast.unparse(keyword.value) == "1"
-        for call in calls
+        for call in decorators
+        if isinstance(call, ast.Call)
         for keyword in call.keywords
     )
 
@@ -158,10 +154,10 @@ def _like(func: Callable[..., object]) -> FunctionType:
 
 def _has_serial(function: Function) -> bool:
     """Return whether a function's class has a serial method, so its constructor is serial, too."""
-    others = (each for each in function.file.functions if each.cls == function.cls)
     return any(
         "execution='serial'" in ast.unparse(decorator)
-        for each in others
+        for each in function.file.functions
+        if each.cls == function.cls
         for decorator in each.node.decorator_list
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingress.check.rules import RULES, Rule
@@ -41,12 +41,6 @@ class Finding:
     def key(self) -> tuple[str, int, int, str]:
         return (str(self.path), self.line, self.column, self.rule.id)
 
-    def also(self, functions: tuple[str, ...]) -> Finding:
-        return replace(self, functions=tuple(dict.fromkeys([*self.functions, *functions])))
-
-    def confirmed(self, evidence: str) -> Finding:
-        return replace(self, evidence=evidence)
-
 
 @dataclass(slots=True)
 class Report:
@@ -68,12 +62,6 @@ class Report:
                 known.add(finding.key)
                 self.findings.append(finding)
         self.findings.sort(key=lambda finding: finding.key)
-
-
-def shown(path: Path) -> str:
-    """Return a path as CI systems need it: relative to the current folder if it is below that."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def rule_of(rule_id: str, title: str) -> Rule:

@@ -26,7 +26,8 @@ def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Findin
     for subject in subjects:
         for finding in _of_subject(subject, sources):
             known = found.setdefault(finding.key, finding)
-            found[finding.key] = known.also(finding.functions)
+            functions = tuple(dict.fromkeys([*known.functions, *finding.functions]))
+            found[finding.key] = replace(known, functions=functions)
     for constructor in dict.fromkeys(each.function for each in subjects if each.is_lifecycle):
         if constructor.node.name == "__init__":
             for finding in _of_constructor(constructor, subjects, sources):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, TypedDict
 from ingress import api
 from ingress.check.rehearsal import Outcome, RehearsingUserCode, WatchedCalls
 from ingress.engines import local_engine
-from ingress.serving.control.factories import Factories
 
 if TYPE_CHECKING:
     import pytest
@@ -68,11 +67,10 @@ class Rehearsals:
         )
         self._outcome = Outcome()
         self._in_use = ExitStack()
-        self._in_use.enter_context(local_engine().instrumented(self._instrument))
-
-    def _instrument(self, factories: Factories) -> Factories:
         user_code = partial(RehearsingUserCode, self._watched, self._outcome)
-        return replace(factories, user_code=user_code)
+        self._in_use.enter_context(
+            local_engine().instrumented(lambda made: replace(made, user_code=user_code))
+        )
 
     def pytest_unconfigure(self) -> None:
         api.shutdown()  # instances that the tests left running are rehearsed now

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from enum import StrEnum
 
-from ingress.check.findings import Finding, Report, shown
+from ingress.app.declaration.assignments import shown
+from ingress.check.findings import Finding, Report
 
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 

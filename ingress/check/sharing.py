@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
+from ingress.app.declaration.assignments import targets_of
 from ingress.check.calls import parameters
 from ingress.check.sources import AnyDef, Function, Sources, names_in
 from ingress.check.state import State, state_around
@@ -102,9 +103,8 @@ class _Walk:
             return
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
             return
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         read = self._tested(statement.value)
-        for target in _flat(targets):
+        for target in _flat(targets_of(statement)):
             if isinstance(target, ast.Name) and target.id in self._locals:
                 self._copies[target.id] = read  # a local variable is a copy of these places
             elif (place := self._place(target)) and place in read:
@@ -228,14 +228,10 @@ def _unlocked(statement: ast.AST, state: State) -> Iterator[ast.AST]:
         waiting += reversed([*children])
 
 
-def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    for name in ("body", "orelse", "finalbody"):
-        if block := getattr(statement, name, None):
-            yield block
-    for handler in getattr(statement, "handlers", ()):
-        yield handler.body
-    for case in getattr(statement, "cases", ()):
-        yield case.body
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
+    inner = (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
+    return [*filter(None, blocks), *(each.body for each in inner)]
 
 
 def _leaves(body: list[ast.stmt]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterable, Iterator
@@ -13,12 +12,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType
 
+from ingress.app.declaration.assignments import targets_of
+
 OURS = Path(__file__).parents[1]
-_LIBRARIES = [
-    Path(path).resolve()
-    for name, path in sysconfig.get_paths().items()
-    if name in ("stdlib", "platstdlib", "purelib", "platlib")
-]
 _CONSUMERS = {"all", "any", "dict", "list", "max", "min", "next", "set", "sorted", "sum", "tuple"}
 _NOQA = re.compile(r"#\s*noqa(?P<codes>\s*:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*)?", re.I)
 _CODE = re.compile(r"[A-Z]+[0-9]+")
@@ -88,19 +84,13 @@ class SourceFile:
     @cached_property
     def globals(self) -> set[str]:
         """The names that the module assigns to at its top level."""
-        found: set[str] = set()
-        for node in self.tree.body:
-            targets: list[ast.expr] = []
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-                targets = [node.target]
-            found |= {
-                each.id
-                for each in (node for target in targets for node in ast.walk(target))
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-            }
-        return found
+        return {
+            each.id
+            for statement in self.tree.body
+            for target in targets_of(statement)
+            for each in ast.walk(target)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        }
 
     def function_at(self, line: int) -> Function | None:
         """Return the innermost function that contains the line."""
@@ -126,18 +116,19 @@ class SourceFile:
         waiting: list[tuple[ast.AST, str, str, Function | None]] = [(self.tree, "", "", None)]
         while waiting:
             node, prefix, cls, parent = waiting.pop()
-            if isinstance(node, AnyDef):
-                function = Function(self, node, prefix + node.name, cls, parent)
-                self.functions.append(function)
-                if parent is not None:
-                    parent.children[node.name] = function
-                prefix, parent = f"{function.name}.", function
-            elif isinstance(node, ast.ClassDef):
-                cls, parent = prefix + node.name, None
-                self.classes[cls] = node
-                prefix = f"{cls}."
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                self._note_imports(node)
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    function = Function(self, node, prefix + node.name, cls, parent)
+                    self.functions.append(function)
+                    if parent is not None:
+                        parent.children[node.name] = function
+                    prefix, parent = f"{function.name}.", function
+                case ast.ClassDef():
+                    cls, parent = prefix + node.name, None
+                    self.classes[cls] = node
+                    prefix = f"{cls}."
+                case ast.Import() | ast.ImportFrom():
+                    self._note_imports(node)
             children = [(each, prefix, cls, parent) for each in ast.iter_child_nodes(node)]
             waiting += reversed(children)
 
@@ -163,14 +154,12 @@ class SourceFile:
 class Sources:
     """The user's files, and the definitions in them by full name."""
 
-    def __init__(self, modules: Iterable[tuple[Path, str]] = ()) -> None:
+    def __init__(self) -> None:
         self.files: dict[Path, SourceFile] = {}
         self.unread: list[Path] = []
         self._modules: dict[str, SourceFile] = {}
         self._functions: dict[str, Function] = {}
         self._at: dict[tuple[Path, int, str], Function] = {}
-        for path, module in modules:
-            self.add(path, module)
 
     def add(self, path: Path, module: str) -> SourceFile | None:
         """Read a file. Returns `None` if this Python cannot parse it."""
@@ -265,15 +254,6 @@ class Sources:
         return full_name
 
 
-def is_users(path: Path) -> bool:
-    """Return whether a file is outside the standard library, installed packages and ingress."""
-    return not (
-        "site-packages" in path.parts
-        or path.is_relative_to(OURS)
-        or any(path.is_relative_to(library) for library in _LIBRARIES)
-    )
-
-
 def dotted(expression: ast.AST) -> str:
     """Return `a.b.c` for a chain of names, "" for anything else."""
     parts = []
@@ -317,15 +297,13 @@ def own_nodes(node: AnyDef) -> Iterator[ast.AST]:
 
 def consumes(node: ast.AST, child: ast.AST) -> bool:
     """Return whether running `node` iterates `child` at once."""
-    if isinstance(node, ast.For | ast.comprehension):
-        return child is node.iter
-    if isinstance(node, ast.YieldFrom | ast.Starred):
-        return True
-    if isinstance(node, ast.Call):
-        name = dotted(node.func)
-        is_join = isinstance(node.func, ast.Attribute) and node.func.attr == "join"
-        return child is not node.func and (name in _CONSUMERS or is_join)
-    return False
+    match node:
+        case ast.For() | ast.comprehension():
+            return child is node.iter
+        case ast.Call(func):
+            is_join = isinstance(func, ast.Attribute) and func.attr == "join"
+            return child is not func and (dotted(func) in _CONSUMERS or is_join)
+    return isinstance(node, ast.YieldFrom | ast.Starred)
 
 
 @lru_cache(maxsize=4096)

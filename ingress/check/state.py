@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ingress.app.declaration.assignments import targets_of
 from ingress.check.sources import Function, SourceFile, Sources, dotted
 
 _LOCK_NAME = re.compile(r"(?<![bcf])lock|mutex|semaphore|condition", re.I)
@@ -105,16 +106,15 @@ def _assignments(
     file: SourceFile, cls: str, sources: Sources
 ) -> Iterator[tuple[str, ast.expr, SourceFile, Function | None]]:
     """Yield the values that are assigned to the module's names and the instance's attributes."""
-    for node in file.tree.body:
-        for name, value in _assigned(node):
-            yield name, value, file, None
+    at_top = (pair for node in file.tree.body for pair in _assigned(node))
+    yield from ((name, value, file, None) for name, value in at_top)
     for full_name in sources.mro(file, cls) if cls else ():
         if (home := sources.class_called(full_name)) is None:
             continue
         owner, name_of_class = home
-        for statement in owner.classes[name_of_class].body:
-            for name, value in _assigned(statement):
-                yield f"self.{name}", value, owner, None
+        of_class = owner.classes[name_of_class].body
+        pairs = (pair for statement in of_class for pair in _assigned(statement))
+        yield from ((f"self.{name}", value, owner, None) for name, value in pairs)
         for method in owner.functions:
             if method.cls == name_of_class and method.receiver:
                 for inner in ast.walk(method.node):
@@ -126,13 +126,11 @@ def _assignments(
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Yield the plain names and attributes that a statement assigns to, with the value."""
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+        for target in targets_of(node):
             for each, value in _pairs(target, node.value):
                 if name := dotted(each):
                     yield name, value
-    elif isinstance(node, ast.AnnAssign) and node.value and (name := dotted(node.target)):
-        yield name, node.value
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 from ingress.app.declaration.build import BuiltDeployment
-from ingress.check.sources import OURS, Function, Sources, dotted, is_users
+from ingress.check.sources import OURS, Function, Sources, dotted
+from ingress.core.base.libraries import is_library
 from ingress.core.base.settings import Settings
 from ingress.core.execution.execution import (
     ExecutionMode,
@@ -32,9 +32,9 @@ from ingress.core.execution.execution import (
     code_of,
     kind,
     name_of,
-    plan,
 )
 from ingress.core.execution.lanes import lanes_of
+from ingress.observe.inspection.budget import plans_of
 from ingress.serving.replicas.user_code import PublicMethods
 
 HOOKS = ("__call__", "reconfigure", "check_health")
@@ -96,9 +96,7 @@ def planned(
     sync_wrapper: str = "",
 ) -> Subject:
     """Return the subject of `function`, which runs where `func`, made of its source, runs."""
-    no_pool: Any = None  # no code is run
-    at_0 = plan(func, role, sync_in_threadpool=False, pool=no_pool, lanes=lanes)
-    at_1 = plan(func, role, sync_in_threadpool=True, pool=no_pool, lanes=lanes)
+    at_0, at_1 = plans_of(func, role, lanes)
     now = at_1 if settings.run_sync_in_threadpool else at_0
     modes = (now.mode, at_0.mode, at_1.mode)
     return Subject(function, role, *modes, now.reason, one_at_a_time, sync_wrapper)
@@ -120,7 +118,7 @@ def sources_of(module_name: str, deployments: Iterable[BuiltDeployment], app_dir
         seen.add(name)
         resolved = Path(path).resolve()
         is_package = name.partition(".")[0] == package and not resolved.is_relative_to(OURS)
-        if not is_package and not (resolved.is_relative_to(root) and is_users(resolved)):
+        if not is_package and not (resolved.is_relative_to(root) and not is_library(str(resolved))):
             continue
         file = sources.add(resolved, name)
         # In `a.b.c` any prefix may be the module, and its packages are imported, too.

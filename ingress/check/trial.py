@@ -15,25 +15,17 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from ingress.check.findings import CheckError, Finding, Report, shown
+from ingress.app.declaration.assignments import shown
+from ingress.check.findings import CheckError, Finding, Report
 from ingress.check.plugin import WATCHED, Raised, Written
 
 ENOUGH_WRITES = 4
 _RACES = ("IG101", "IG102")
 _ERRORS = {"IG103": "event loop", "IG106": "same thread"}
 """Words in the text of an error that prove a finding: asyncio's, and SQLite's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The writes of a finding's lines during the runs."""
-
-    count: int
-    lost: int
-    threads: int
 
 
 def tried(report: Report, command: str) -> Report:
@@ -69,30 +61,28 @@ def _pytest(command: str) -> list[str]:
     raise CheckError(f"--run takes a command of pytest's, such as 'pytest tests'; got {command!r}")
 
 
-def _can_be_tried(finding: Finding) -> bool:
-    return finding.rule.id in _RACES and finding.place.startswith("self.")
-
-
 def _decided(report: Report, writes: list[Written], errors: list[Raised], code: int) -> Report:
     decided = Report(notes=list(report.notes))
     untried = 0
     for finding in report.findings:
-        seen = _seen(finding, writes) if _can_be_tried(finding) else None
+        is_race = finding.rule.id in _RACES
+        can_be_tried = is_race and finding.place.startswith("self.")
+        seen = [each for each in writes if can_be_tried and _is_write_of(finding, each)]
+        count, lost = sum(each["count"] for each in seen), sum(each["lost"] for each in seen)
+        threads = max((each["threads"] for each in seen), default=0)
         error = _raised(finding, errors)
         if error:
-            decided.findings.append(finding.confirmed(error))
-        elif seen is not None and seen.lost:
-            evidence = (
-                f"{seen.lost} of {seen.count} writes in {seen.threads} threads overwrote another's"
-            )
-            decided.findings.append(finding.confirmed(evidence))
-        elif seen is not None and seen.threads > 1 and seen.count >= ENOUGH_WRITES:
+            decided.findings.append(replace(finding, evidence=error))
+        elif lost:
+            evidence = f"{lost} of {count} writes in {threads} threads overwrote another's"
+            decided.findings.append(replace(finding, evidence=evidence))
+        elif threads > 1 and count >= ENOUGH_WRITES:
             decided.notes.append(
                 f"dropped: {shown(finding.path)}:{finding.line} {finding.rule.id} `{finding.place}`"
-                f", {seen.count} writes in {seen.threads} threads, none overwrote another's"
+                f", {count} writes in {threads} threads, none overwrote another's"
             )
         else:
-            untried += finding.rule.id in _RACES
+            untried += is_race
             decided.findings.append(finding)
     if untried:
         decided.notes.append(
@@ -103,32 +93,16 @@ def _decided(report: Report, writes: list[Written], errors: list[Raised], code: 
     return decided
 
 
-def _seen(finding: Finding, writes: list[Written]) -> Seen | None:
-    """Return the writes of the finding's lines, `None` if they did not run."""
-    here = [
-        each
-        for each in writes
-        if f"self.{each['attribute']}" == finding.place and _is_at(finding, each)
-    ]
-    if not here:
-        return None
-    return Seen(
-        sum(each["count"] for each in here),
-        sum(each["lost"] for each in here),
-        max(each["threads"] for each in here),
-    )
+def _is_write_of(finding: Finding, seen: Written) -> bool:
+    return f"self.{seen['attribute']}" == finding.place and _is_at(finding, seen)
 
 
 def _raised(finding: Finding, errors: list[Raised]) -> str:
     """Return the error that proves the finding, "" if none was raised."""
     words = _ERRORS.get(finding.rule.id)
-    if words is None:
-        return ""
-    for each in errors:
-        # An object from the constructor raises where it is used, not on the finding's line.
-        if words in each["text"] and (finding.rule.id == "IG106" or _is_at(finding, each)):
-            return str(each["text"])
-    return ""
+    # An object from the constructor raises where it is used, not on the finding's line.
+    here = (each for each in errors if finding.rule.id == "IG106" or _is_at(finding, each))
+    return next((each["text"] for each in here if words and words in each["text"]), "")
 
 
 def _is_at(finding: Finding, seen: Written | Raised) -> bool:

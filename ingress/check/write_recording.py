@@ -50,20 +50,20 @@ class Writes:
 T = TypeVar("T")
 
 
+@dataclass(eq=False, slots=True)
 class Trace:
     """The reads and writes of watched attributes. Thread-safe.
 
     A thread that has not begun a call is not recorded.
     """
 
-    def __init__(self, attributes: frozenset[str]) -> None:
-        self.attributes = attributes
-        self.writes: dict[Line, Writes] = {}
-        self._versions: Counter[Hashable] = Counter()
-        self._thread = threading.local()
-        # Held for a few lines, so that a value and its version belong together. Reentrant: the
-        # `__setattr__` of the user's class may set another attribute.
-        self._lock = threading.RLock()
+    attributes: frozenset[str]
+    writes: dict[Line, Writes] = field(default_factory=dict)
+    _versions: Counter[Hashable] = field(default_factory=Counter)
+    _thread: threading.local = field(default_factory=threading.local)
+    # Held for a few lines, so that a value and its version belong together. Reentrant: the
+    # `__setattr__` of the user's class may set another attribute.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin_call(self) -> None:
         """Forget the reads of this thread's last call."""
@@ -149,10 +149,11 @@ def _traced_container(attribute: str, value: Any, trace: Trace) -> object:
     base: Any = type(value)
     if base not in CONTAINERS:
         return value
-    names = {}
-    for name in (*_READ_KEY, *_READ_ALL, *_WRITE_KEY, *_WRITE_ALL):
-        if hasattr(base, name):
-            names[name] = _telling(getattr(base, name), name, attribute, trace)
+    names = {
+        name: _telling(getattr(base, name), name, attribute, trace)
+        for name in (*_READ_KEY, *_READ_ALL, *_WRITE_KEY, *_WRITE_ALL)
+        if hasattr(base, name)
+    }
     traced: Any = type(base.__name__, (base,), names)
     if base is defaultdict:
         return traced(value.default_factory, value)

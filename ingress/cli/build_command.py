@@ -70,9 +70,8 @@ def build_command(
     """
     if len(targets) > 1 and (name or route_prefix):
         raise refusal("--name and --route-prefix are for one application; edit the file of several")
-    names = [name or "default"]
-    if len(targets) > 1:
-        names = [f"app{number + 1}" for number in range(len(targets))]
+    several = [f"app{number + 1}" for number in range(len(targets))]
+    names = several if len(targets) > 1 else [name or "default"]
     with refusing(TypeError, ValueError, RayServeException):
         check_names(names[0], route_prefix)
         built = {
@@ -86,8 +85,9 @@ def build_command(
             host=host or (EVERY_ADDRESS if kuberay else None),
             working_dir=working_dir,
         )
-        if kuberay:
-            text = text_of(manifest(list(built.values()), config, image), targets)
-        else:
-            text = header(config, targets) + yaml.safe_dump(config, sort_keys=False)
+        text = (
+            text_of(manifest(list(built.values()), config, image), targets)
+            if kuberay
+            else header(config, targets) + yaml.safe_dump(config, sort_keys=False)
+        )
     write(output, text)

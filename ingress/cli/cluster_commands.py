@@ -82,12 +82,9 @@ def _show(
     console.print(table)
     for name, application in found.items():
         typer.echo(tame(f"{name}: deployed {deployers[name]}"))
-        for message in [
-            application.message,
-            *(d.message for d in application.deployments.values()),
-        ]:
-            if message:
-                typer.echo(tame(f"{name}: {message}"))
+        of_deployments = [each.message for each in application.deployments.values()]
+        for message in filter(None, [application.message, *of_deployments]):
+            typer.echo(tame(f"{name}: {message}"))
     for line in waits:
         typer.echo(tame(line))
 

@@ -27,7 +27,7 @@ from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import AppDir, Target, load, refusal, refusing
 from ingress.cli.terminal import LOGGING, Output, console, write
 from ingress.cli.top_command import top
-from ingress.cli.trace_command import Session, TraceError
+from ingress.cli.trace_command import TraceError, traced
 from ingress.core.base.settings import TRACE_FILE, export, export_threads
 from ingress.exceptions import RayServeException
 from ingress.observe.inspection import Level, explain
@@ -221,8 +221,8 @@ def trace(
     logging.config.dictConfig(LOGGING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
     with refusing(TraceError):
-        session = Session(target, requests or ["/"], number, concurrency, out, svg)
-        for line in session.run(application):
+        told = traced(application, target, requests or ["/"], number, concurrency, out, svg)
+        for line in told:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 

@@ -75,10 +75,9 @@ class _Handler(socketserver.StreamRequestHandler):
             name, arguments = request["command"], request.get("arguments", {})
             command = self.server.commands[name]
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            known = ", ".join(sorted(self.server.commands))
             raise CommandError(
-                f'a request is one line, {{"command": ..., "arguments": {{}}}}; the commands: '
-                f"{known}"
+                'a request is one line, {"command": ..., "arguments": {}}; the commands: '
+                f"{', '.join(sorted(self.server.commands))}"
             ) from None
         if not isinstance(arguments, dict):
             raise CommandError(f"arguments must be an object, got {arguments!r}")

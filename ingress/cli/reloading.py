@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -224,19 +225,18 @@ def _run(found: Difference) -> list[str]:
     return lines
 
 
+@dataclass(eq=False, slots=True)
 class Reloads:
     """The thread that applies a file when it is asked to, or when `watched` changes.
 
     Without `reload`, a request is answered with one line of the log.
     """
 
-    def __init__(self, reload: Reload | None, watched: ConfigFile | None = None) -> None:
-        self._reload = reload
-        self._watched = watched
-        # `put` is reentrant: a signal handler calls it at any line.
-        self._asked: SimpleQueue[bool] = SimpleQueue()
-        self._is_ready = threading.Event()
-        self._thread: threading.Thread | None = None
+    _reload: Reload | None
+    _watched: ConfigFile | None = None
+    # `put` is reentrant: a signal handler calls it at any line.
+    _asked: SimpleQueue[bool] = field(default_factory=SimpleQueue)
+    _is_ready: threading.Event = field(default_factory=threading.Event)
 
     def ask(self) -> None:
         """Ask for the file to be applied. For signal handlers: takes no lock."""
@@ -249,14 +249,14 @@ class Reloads:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the thread while this context is open."""
-        self._thread = threading.Thread(target=self._run, name="ingress-reload", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="ingress-reload", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             self._asked.put(False)
             self._is_ready.set()
-            self._thread.join(JOIN_S)
+            thread.join(JOIN_S)
 
     def _run(self) -> None:
         self._is_ready.wait()

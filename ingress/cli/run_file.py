@@ -10,7 +10,7 @@ import typer
 from ingress.api import RunTarget
 from ingress.app.config_file.loading import ConfigFile
 from ingress.app.config_file.reading import ConfigFileError
-from ingress.cli.target import refusal, refusals, refusing, reporting_mistakes
+from ingress.cli.target import refusal, refusing, reporting_mistakes
 from ingress.cli.worker import Served
 from ingress.config import LoggingConfig
 from ingress.core.base.settings import log_encoding
@@ -85,15 +85,13 @@ def process_logs(
     return ProcessLogs(LoggingConfig(**options), is_logged, prints)
 
 
+@refusing(ConfigFileError)
 def prepare(file: ConfigFile) -> dict[str, str | None]:
     """Set the variables and the folder of a file. Returns the variables' previous values.
 
     Ends the program if its applications disagree.
     """
-    try:
-        return file.prepare()
-    except ConfigFileError as error:
-        raise refusals(error) from None
+    return file.prepare()
 
 
 def load_targets(served: Served) -> list[RunTarget]:

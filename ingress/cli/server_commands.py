@@ -22,6 +22,12 @@ Changes = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Options to change, by application and deployment."""
 
 
+class Failed(str):
+    """The text of an error in a worker."""
+
+    __slots__ = ()
+
+
 def commands_of_one_process(observer: Observer) -> dict[str, Command]:
     """Return the commands of a server that is one process."""
     return {
@@ -40,6 +46,14 @@ def commands_of_a_worker() -> dict[str, Command]:
         "check": lambda arguments: check(**arguments),
         "change": lambda arguments: change(**arguments),
     }
+
+
+def run_in_worker(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Return the answer of a worker to a command; `Failed` if it raises."""
+    try:
+        return commands_of_a_worker()[name](arguments)
+    except Exception as error:
+        return Failed(str(error) if isinstance(error, CommandError) else repr(error))
 
 
 def stop(arguments: Mapping[str, Any]) -> None:
@@ -98,10 +112,11 @@ def change(wanted: Changes, origin: str, *, is_scaling: bool = False) -> list[st
     `origin` is the file or the command that asks for them.
     """
     check(wanted, is_scaling=is_scaling)
-    done: list[str] = []
-    for name, options in wanted.items():
-        done += [f"{name}: {each}" for each in local_engine().change(name, options, origin=origin)]
-    return done
+    return [
+        f"{name}: {each}"
+        for name, options in wanted.items()
+        for each in local_engine().change(name, options, origin=origin)
+    ]
 
 
 def _part(what: str, arguments: Mapping[str, Any]) -> Any:

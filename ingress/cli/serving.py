@@ -37,8 +37,7 @@ from ingress.cli.server_commands import commands_of_one_process
 from ingress.cli.target import mistake, refusal, refusing
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
-from ingress.cli.worker_commands import WorkersCommands
-from ingress.cli.worker_snapshots import snapshot_of_workers
+from ingress.cli.worker_commands import WorkersCommands, snapshot_of_workers
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
 from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped
@@ -114,9 +113,8 @@ def serve_until_ctrl_c(
     # On Ray, the applications are the cluster's: `ingress status --address`.
     is_local = engine == "local"
     observer = Observer(partial(parts_of, local_engine()))
-    commands = None
-    if is_local:
-        commands = {**commands_of_one_process(observer), "reload": command_of(reload)}
+    table = {**commands_of_one_process(observer), "reload": command_of(reload)}
+    commands = table if is_local else None
     hang_up = reloads.ask if is_local else None
     admin_options = resolved(served.server.admin) if is_local else AdminOptions(OFF)
     try:

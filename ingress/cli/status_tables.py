@@ -99,11 +99,16 @@ def deployments(
     several = len(view["applications"]) > 1
     for application, each in rows[:most]:
         name = f"{application['name']}:{each['name']}" if several else each["name"]
-        row = [Text(name, "bold"), _status(each["status"]), _states(each["replica_states"])]
-        row += [Text(str(each["ongoing"])), Text(str(each["queued"]))]
-        style = "bold red" if each["errors"] else ""
-        row += [Text(_number(each["rate"])), Text(_number(each["errors"]), style)]
-        row += [Text(milliseconds(each[key])) for key in percentiles]
+        row = [
+            Text(name, "bold"),
+            _status(each["status"]),
+            _states(each["replica_states"]),
+            Text(str(each["ongoing"])),
+            Text(str(each["queued"])),
+            Text(_number(each["rate"])),
+            Text(_number(each["errors"]), "bold red" if each["errors"] else ""),
+            *(Text(milliseconds(each[key])) for key in percentiles),
+        ]
         if charts:
             row += [Text(sparkline(each["recent"][key], 8), "cyan") for key in ("rate", "p99")]
         table.add_row(*row)
@@ -148,8 +153,7 @@ def _table(heads: Sequence[str], right_from: int) -> Table:
 
 
 def _status(status: str) -> Text:
-    style = "green" if status in _GOOD else "bold red" if status in _BAD else "yellow"
-    return Text(status, style)
+    return Text(status, "green" if status in _GOOD else "bold red" if status in _BAD else "yellow")
 
 
 def _states(states: Mapping[str, int]) -> Text:

@@ -63,10 +63,8 @@ def _told(error: BaseException, target: str) -> typer.Exit:
         module = target.partition(":")[0]
         text = f"interrupted while {module!r} was imported{place and f', at {place}'}"
         return refusal(text, code=INTERRUPTED)
-    if isinstance(error, ConfigFileError):
+    if isinstance(error, ConfigFileError | NotAnApplication):
         return refusals(error)
-    if isinstance(error, NotAnApplication):
-        return refusal(str(error))
     assert isinstance(error, Exception)
     if NEEDS_MULTIPART in str(error):
         return refusal(
@@ -74,14 +72,6 @@ def _told(error: BaseException, target: str) -> typer.Exit:
             "-m pip install python-multipart"
         )
     return mistake(format_mistake(error))
-
-
-def read_file(path: Path) -> ConfigFile:
-    """Read a configuration file. Ends the program with a line for each of its mistakes."""
-    try:
-        return ConfigFile.read(path)
-    except ConfigFileError as error:
-        raise refusals(error) from None
 
 
 def _is_no_mistake(record: logging.LogRecord) -> bool:
@@ -95,7 +85,13 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise refusal(str(error)) from None
+        raise refusals(error) from None
+
+
+@refusing(ConfigFileError)
+def read_file(path: Path) -> ConfigFile:
+    """Read a configuration file. Ends the program with a line for each of its mistakes."""
+    return ConfigFile.read(path)
 
 
 def mistake(text: str) -> typer.Exit:
@@ -104,9 +100,10 @@ def mistake(text: str) -> typer.Exit:
     return typer.Exit(1)
 
 
-def refusals(error: ConfigFileError) -> typer.Exit:
-    """Print the mistakes of a file, and return the exception that ends the program."""
-    ends = [refusal(line) for line in error.lines]
+def refusals(error: Exception) -> typer.Exit:
+    """Print an error, or the mistakes of a file, and return the exception that ends the program."""
+    lines = error.lines if isinstance(error, ConfigFileError) else [str(error)]
+    ends = [refusal(line) for line in lines]
     return ends[0]
 
 

@@ -45,11 +45,14 @@ _ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
 
 def tamed(value: Any) -> Any:
     """Return a value of JSON whose texts have no character that is a command to a terminal."""
-    if isinstance(value, str):
-        return tame(value)
-    if isinstance(value, dict):
-        return {tamed(key): tamed(each) for key, each in value.items()}
-    return [tamed(each) for each in value] if isinstance(value, list) else value
+    match value:
+        case str():
+            return tame(value)
+        case dict():
+            return {tamed(key): tamed(each) for key, each in value.items()}
+        case list():
+            return [tamed(each) for each in value]
+    return value
 
 
 def print_json(value: Any) -> None:

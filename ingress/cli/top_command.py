@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from time import localtime, monotonic, strftime
 
 from rich.console import Group, RenderableType
@@ -26,7 +27,8 @@ if sys.platform != "win32":
 
 PAUSE_S = 0.5
 _SORT_KEYS = {"n": "name", "r": "rate", "l": "latency", "e": "errors", "u": "queue"}
-_ESCAPE, _ENTER, _RUBOUT = "\x1b", ("\r", "\n"), ("\x7f", "\b")
+_ESCAPE = "\x1b"
+Keys = Callable[[float], str]
 _KEYS = "q quit  p pause  / filter  sort: n name  r rate  l latency  e errors  u queue"
 
 
@@ -67,7 +69,7 @@ def _run(server: RunningServer, screen: Screen, live: Live, keys: Keys) -> None:
             due = monotonic() + PAUSE_S
         size = console.size
         live.update(screen.picture(view, size.width, size.height), refresh=True)
-        for key in keys.wait(max(0.05, due - monotonic()) if not screen.is_paused else PAUSE_S):
+        for key in keys(max(0.05, due - monotonic()) if not screen.is_paused else PAUSE_S):
             if not screen.press(key):
                 return
 
@@ -85,23 +87,25 @@ class Screen:
     def press(self, key: str) -> bool:
         """Take a key. Returns False if the user quits."""
         if self.is_typing:
-            if key == _ESCAPE:
-                self.wanted, self.is_typing = "", False
-            elif key in _ENTER:
-                self.is_typing = False
-            elif key in _RUBOUT:
-                self.wanted = self.wanted[:-1]
-            elif key.isprintable():
-                self.wanted += key
+            match key:
+                case "\x1b":
+                    self.wanted, self.is_typing = "", False
+                case "\r" | "\n":
+                    self.is_typing = False
+                case "\x7f" | "\b":
+                    self.wanted = self.wanted[:-1]
+                case _ if key.isprintable():
+                    self.wanted += key
             return True
-        if key == "/":
-            self.is_typing, self.wanted = True, ""
-        elif key in ("p", " "):
-            self.is_paused = not self.is_paused
-        elif key == _ESCAPE:
-            self.wanted = ""
-        elif key in _SORT_KEYS:
-            self.sort = _SORT_KEYS[key]
+        match key:
+            case "/":
+                self.is_typing, self.wanted = True, ""
+            case "p" | " ":
+                self.is_paused = not self.is_paused
+            case "\x1b":
+                self.wanted = ""
+            case _:
+                self.sort = _SORT_KEYS.get(key, self.sort)
         return key not in ("q", "\x03", "\x04")
 
     def picture(self, view: View | None, width: int, height: int | None) -> Group:
@@ -146,30 +150,25 @@ class Screen:
         return Text(_KEYS, "dim", no_wrap=True, overflow="ellipsis")
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys that the user presses; standard input is in cbreak mode."""
-
-    _descriptor: int
-
-    def wait(self, timeout_s: float) -> str:
-        """Return the characters of the next keys, "" if none was pressed meanwhile."""
-        if not select.select([self._descriptor], [], [], timeout_s)[0]:
-            return ""
-        if not (data := os.read(self._descriptor, 64)):
-            return "q"  # the terminal has gone
-        text = data.decode("utf-8", "replace")
-        # The keys with arrows send a sequence that begins as Escape does.
-        return text if text == _ESCAPE or not text.startswith(_ESCAPE) else ""
+def _pressed(descriptor: int, timeout_s: float) -> str:
+    """Return the characters of the next keys, "" if none was pressed meanwhile."""
+    if not select.select([descriptor], [], [], timeout_s)[0]:
+        return ""
+    if not (data := os.read(descriptor, 64)):
+        return "q"  # the terminal has gone
+    text = data.decode("utf-8", "replace")
+    # The keys with arrows send a sequence that begins as Escape does.
+    return text if text == _ESCAPE or not text.startswith(_ESCAPE) else ""
 
 
 @contextmanager
 def _keys() -> Iterator[Keys]:
+    """Have standard input in cbreak mode, and yield a function that waits for keys."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
     try:
         with suppress(KeyboardInterrupt):
-            yield Keys(descriptor)
+            yield partial(_pressed, descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

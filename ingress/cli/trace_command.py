@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,81 +31,75 @@ class TraceError(Exception):
     """There is nothing to trace, or the file cannot be written."""
 
 
-class Session:
-    """One run of `ingress trace`: each request `number` times, `concurrency` at a time.
+def traced(
+    application: Application,
+    target: str,
+    requests: Iterable[str],
+    number: int,
+    concurrency: int | None,
+    out: Path,
+    svg: Path | None,
+) -> Iterator[str]:
+    """Send the requests, write the files, and yield the report line by line.
 
-    Raises `TraceError` for an invalid request and for a file that cannot be written.
+    Each is made `number` times, `concurrency` at a time.
+
+    Raises `TraceError` for an invalid request, for a file that cannot be written, and if the
+    application does not start or has no such path: then no file is written. The server has ended at
+    return.
     """
+    try:
+        asked = [wanted(each) for each in requests] * number
+        check_writable(out, "--out")
+        if svg is not None:
+            check_writable(svg, "--svg")
+    except ValueError as error:
+        raise TraceError(str(error)) from None
+    timelines, answers = _record(application, asked, concurrency or AT_ONCE)
+    timeline, *children = timelines
+    by_request: defaultdict[Wanted, Counter[int]] = defaultdict(Counter)
+    for answer in answers:
+        by_request[answer.wanted][answer.status] += 1
+    for each, statuses in by_request.items():
+        if set(statuses) == {404}:
+            raise TraceError(f"{each} is not found; {_what_there_is(application)}")
+    for each in dict.fromkeys(asked):
+        yield f"{each}: {_counted(by_request[each])}"
+    yield summary(timeline, children)
+    try:
+        out.write_text(as_json(timelines, target))
+        yield f"{out}: open it at https://ui.perfetto.dev or in chrome://tracing"
+        if svg is not None:
+            svg.write_text(as_svg(timeline, target))
+            what = "a picture of the server's process" if children else "the same as a picture"
+            yield f"{svg}: {what}"
+    except OSError as error:
+        raise TraceError(f"cannot write {error.filename!r}: {error.strerror}") from None
 
-    def __init__(
-        self,
-        target: str,
-        requests: list[str],
-        number: int,
-        concurrency: int | None,
-        out: Path,
-        svg: Path | None,
-    ) -> None:
-        self._target = target
-        self._out = out
-        self._svg = svg
+
+def _record(
+    application: Application, requests: list[Wanted], concurrency: int
+) -> tuple[list[Timeline], list[Answer]]:
+    """Serve the application on a free port until the requests end; Ctrl-C ends them early."""
+    engine = local_engine()
+    recorder = Recorder()
+    answers: list[Answer] = []
+    cut: list[Timeline] = []
+    with engine.instrumented(partial(record, recorder)):
         try:
-            self._requests = [wanted(each) for each in requests] * number
-            check_writable(out, "--out")
-            if svg is not None:
-                check_writable(svg, "--svg")
-        except ValueError as error:
-            raise TraceError(str(error)) from None
-        self._concurrency = concurrency or AT_ONCE
-
-    def run(self, application: Application) -> Iterator[str]:
-        """Send the requests, write the files, and yield the report line by line.
-
-        Raises `TraceError` if the application does not start or has no such path: then no file is
-        written. The server has ended at return.
-        """
-        timelines, answers = self._record(application)
-        timeline, *children = timelines
-        by_request: defaultdict[Wanted, Counter[int]] = defaultdict(Counter)
-        for answer in answers:
-            by_request[answer.wanted][answer.status] += 1
-        for each, statuses in by_request.items():
-            if set(statuses) == {404}:
-                raise TraceError(f"{each} is not found; {_what_there_is(application)}")
-        for each in dict.fromkeys(self._requests):
-            yield f"{each}: {_counted(by_request[each])}"
-        yield summary(timeline, children)
-        try:
-            self._out.write_text(as_json(timelines, self._target))
-            yield f"{self._out}: open it at https://ui.perfetto.dev or in chrome://tracing"
-            if self._svg is not None:
-                self._svg.write_text(as_svg(timeline, self._target))
-                what = "a picture of the server's process" if children else "the same as a picture"
-                yield f"{self._svg}: {what}"
-        except OSError as error:
-            raise TraceError(f"cannot write {error.filename!r}: {error.strerror}") from None
-
-    def _record(self, application: Application) -> tuple[list[Timeline], list[Answer]]:
-        """Serve the application on a free port until the requests end; Ctrl-C ends them early."""
-        engine = local_engine()
-        recorder = Recorder()
-        answers: list[Answer] = []
-        cut: list[Timeline] = []
-        with engine.instrumented(partial(record, recorder)):
             try:
-                try:
-                    api.start(HTTPOptions(host="127.0.0.1", port=0), engine="local")
-                    api.run(application)
-                except Exception as error:
-                    raise TraceError(f"{error}; `ingress run` shows where") from None
-                try:
-                    ask(str(engine.url()), self._requests, self._concurrency, answers)
-                except KeyboardInterrupt:
-                    cut = recorder.timelines()  # before the remaining requests are cancelled
-            finally:
-                engine.shutdown(0.0 if cut else None)
-        # Not earlier: background tasks and the watchdog's last look have ended now.
-        return cut or recorder.timelines(), answers
+                api.start(HTTPOptions(host="127.0.0.1", port=0), engine="local")
+                api.run(application)
+            except Exception as error:
+                raise TraceError(f"{error}; `ingress run` shows where") from None
+            try:
+                ask(str(engine.url()), requests, concurrency, answers)
+            except KeyboardInterrupt:
+                cut = recorder.timelines()  # before the remaining requests are cancelled
+        finally:
+            engine.shutdown(0.0 if cut else None)
+    # Not earlier: background tasks and the watchdog's last look have ended now.
+    return cut or recorder.timelines(), answers
 
 
 def _counted(statuses: Counter[int]) -> str:

@@ -28,7 +28,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from socket import socket
 from time import monotonic, sleep
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -46,10 +45,9 @@ from ingress.cli.control_socket import Command, CommandError, ControlSocket
 from ingress.cli.server_commands import (
     SCALE,
     Changes,
-    commands_of_a_worker,
     commands_of_one_process,
+    run_in_worker,
 )
-from ingress.cli.worker_commands import run_in_worker
 from ingress.core.base.settings import Settings
 from ingress.core.base.signals import stop_signals
 from ingress.core.base.snapshot import Snapshot
@@ -187,8 +185,8 @@ def run_all(targets: list[RunTarget]) -> None:
 def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connection) -> None:
     """Serve until SIGTERM. The main function of a new process; exits with 3 if it cannot start."""
     for number in stop_signals():
-        # Not `SIG_IGN`: processes that user code starts would inherit it.
-        signal.signal(number, _left_to_the_supervisor)
+        # Left to the supervisor. Not `SIG_IGN`: processes that user code starts would inherit it.
+        signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
     make_lossy()
@@ -287,7 +285,7 @@ class Worker(UvicornServer):
         return began + 100 * (monotonic() - began)
 
     def _answer(self, number: int, command: str, arguments: Mapping[str, Any]) -> None:
-        self.report((number, run_in_worker(commands_of_a_worker, command, arguments)))
+        self.report((number, run_in_worker(command, arguments)))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -390,7 +388,3 @@ class Cause(logging.Filter):
             return True
         self.lines.append(logging.Formatter().format(record).rstrip())
         return False
-
-
-def _left_to_the_supervisor(number: int, frame: FrameType | None) -> None:
-    """Do nothing."""

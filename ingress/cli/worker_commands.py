@@ -3,19 +3,28 @@
 control thread    `Asked` --> the supervisor's queue, and waits
 supervisor        sends it to each worker by the worker's pipe, and collects the answers
 worker            answers in a thread of its own
+
+The snapshot of the server is the sum of its workers', and of the counters of those that ended. A
+worker pushes one each second, and when it has drained, and the supervisor keeps the last. A worker
+that is killed takes the counts since then with it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from time import monotonic, sleep
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import replace
+from time import monotonic, sleep, time
+from typing import Any
 
 from ingress.app.config_file.loading import ConfigFile
 from ingress.cli.control_socket import Command, CommandError
-from ingress.cli.server_commands import SCALE, Changes, livez, scaling, stop
+from ingress.cli.server_commands import SCALE, Changes, Failed, livez, scaling, stop
+from ingress.cli.worker_process import Asked, Rolling
+from ingress.cli.workers import Supervisor
+from ingress.core.base.process import process_facts
+from ingress.core.base.snapshot import ProcessSnapshot, Snapshot, merged
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.problems import SILENT
 from ingress.observe.live.recording import ASK_S
@@ -26,89 +35,37 @@ APPLY_S = 60.0
 RETRY_S = 0.1
 
 
-@dataclass(eq=False, slots=True)
-class Asked:
-    """One command for all workers. `answers` maps process ids to values, or to an error's text.
-
-    Written by the supervisor's thread only, until `is_answered` is set. `is_given_up` is its
-    caller's: the supervisor then forgets it, with the answers that came.
-    """
-
-    command: str
-    arguments: Mapping[str, Any]
-    refusal: str = ""  # the reason if it was sent to no worker
-    is_early: bool = False  # if that is the start of a worker
-    starting: tuple[int, ...] = ()  # the workers that it was not sent to
-    waits_for: set[int] = field(default_factory=set)
-    answers: dict[int, Any] = field(default_factory=dict)
-    is_answered: threading.Event = field(default_factory=threading.Event)
-    is_given_up: bool = False
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the answers; give those up that are still missing then."""
-        self.is_given_up = not self.is_answered.wait(timeout_s)
-
-    def answer(self, pid: int, value: Any) -> None:
-        """Record the answer of a worker."""
-        if pid in self.waits_for:
-            self.waits_for.discard(pid)
-            self.answers[pid] = value
-            if not self.waits_for:
-                self.is_answered.set()
-
-    def refuse(self, reason: str, *, is_early: bool = False) -> None:
-        """End it without an answer."""
-        self.refusal, self.is_early = reason, is_early
-        self.is_answered.set()
-
-
-class Workers(Protocol):
-    """The supervisor, as the control thread sees it."""
-
-    def post(self, asked: Asked) -> None:
-        """Send a command to all workers that serve. Thread-safe."""
-
-    def remember(self, wanted: Changes) -> None:
-        """Start later workers with these options. Thread-safe."""
-
-    def remember_file(self, file: ConfigFile) -> None:
-        """Start later workers with this version of the file. Thread-safe."""
-
-    def roll(self, rolling: Rolling) -> None:
-        """Begin to replace all workers, one after another. Thread-safe."""
-
-
-@dataclass(eq=False, slots=True)
-class Rolling:
-    """The replacement of all workers by workers with another version of the file.
-
-    Written by the supervisor's thread only, until `is_over` is set. `error` says why none, or not
-    all, were replaced.
-    """
-
-    file: ConfigFile
-    port: SharedPort | None
-    error: str = ""
-    is_begun: bool = False  # a new worker serves: the version is that of later workers too
-    is_over: threading.Event = field(default_factory=threading.Event)
-
-    def end(self, error: str = "") -> None:
-        """End it."""
-        self.error = error
-        self.is_over.set()
-
-
 class WorkerStartsError(CommandError):
     """A worker starts, so a command that must reach all workers is sent to none."""
 
 
-class Failed(str):
-    """The text of an error in a worker."""
+def snapshot_of_workers(workers: Supervisor, url: str | None) -> Snapshot:
+    """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
+    asked = Asked("snapshot", {})
+    workers.post(asked)
+    asked.wait(STATUS_S)
+    found = dict(workers.last_snapshots())
+    found |= {pid: each for pid, each in dict(asked.answers).items() if isinstance(each, Snapshot)}
+    silent = sorted(asked.waits_for)
+    # Race with the end of a worker that has just answered: it is added to `ended` with its last
+    # snapshot, and must not be counted twice. So this is read last.
+    ended = workers.ended
+    parts = [each for pid, each in found.items() if pid not in ended.pids]
+    mine = ProcessSnapshot("supervisor", os.getpid(), *process_facts(os.getpid()))
+    if not parts:
+        parts = [Snapshot(time(), os.getpid())]
+    whole = merged(parts, ended.snapshot)
+    return replace(
+        whole,
+        pid=os.getpid(),
+        url=url,
+        workers=[pid for pid in whole.workers if pid not in silent],
+        silent=silent,
+        processes=[mine, *whole.processes],
+    )
 
-    __slots__ = ()
 
-
-def answered_by_all(workers: Workers, command: str, **arguments: Any) -> list[Any]:
+def answered_by_all(workers: Supervisor, command: str, **arguments: Any) -> list[Any]:
     """Return the answers of all workers.
 
     Raises `CommandError` if a worker starts, ends, refuses the command or does not answer.
@@ -122,7 +79,7 @@ def answered_by_all(workers: Workers, command: str, **arguments: Any) -> list[An
     return list(asked.answers.values())
 
 
-def _asked(workers: Workers, command: str, wait_s: float, arguments: Mapping[str, Any]) -> Asked:
+def _asked(workers: Supervisor, command: str, wait_s: float, arguments: Mapping[str, Any]) -> Asked:
     asked = Asked(command, arguments)
     workers.post(asked)
     asked.wait(wait_s)
@@ -134,7 +91,7 @@ def _asked(workers: Workers, command: str, wait_s: float, arguments: Mapping[str
 class WorkersCommands:
     """The commands of a server with worker processes. Called in the control socket's threads."""
 
-    def __init__(self, workers: Workers, url: str | None) -> None:
+    def __init__(self, workers: Supervisor, url: str | None) -> None:
         self.url = url
         self.workers = workers
         self._changing = threading.Lock()  # one change at a time
@@ -154,15 +111,13 @@ class WorkersCommands:
         if command == "record":
             wait_s += argument + ASK_S  # a worker waits so long for its child processes
         asked = _asked(self.workers, command, wait_s, {"argument": argument})
-        absent = dict.fromkeys(asked.starting, "starts")
-        absent |= dict.fromkeys(sorted(asked.waits_for), SILENT)
-        answers = []
-        for pid, each in dict(asked.answers).items():
-            if isinstance(each, Failed):
-                absent[pid] = f"answers with an error: {each}"
-            else:
-                answers.append(each)
-        return answers, absent
+        told = dict(asked.answers)
+        failed = {pid: each for pid, each in told.items() if isinstance(each, Failed)}
+        return [each for pid, each in told.items() if pid not in failed], {
+            **dict.fromkeys(asked.starting, "starts"),
+            **dict.fromkeys(sorted(asked.waits_for), SILENT),
+            **{pid: f"answers with an error: {each}" for pid, each in failed.items()},
+        }
 
     def roll(self, file: ConfigFile, port: SharedPort | None) -> None:
         """Replace all workers, by those of `port` if it is another one.
@@ -194,11 +149,3 @@ class WorkersCommands:
                     if monotonic() > given_up:
                         raise
                     sleep(RETRY_S)
-
-
-def run_in_worker(commands: Callable[[], Mapping[str, Command]], name: str, arguments: Any) -> Any:
-    """Return the answer of a worker to a command; `Failed` if it raises."""
-    try:
-        return commands()[name](arguments)
-    except Exception as error:
-        return Failed(str(error) if isinstance(error, CommandError) else repr(error))

@@ -1,19 +1,20 @@
-"""One worker process, as its supervisor sees it, and the thread that reads its messages."""
+"""One worker process, as its supervisor sees it, and what is asked of all workers."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
 import uvicorn
 
+from ingress.app.config_file.loading import ConfigFile
 from ingress.cli.worker import Served, work
 from ingress.core.base.signals import stop_signals
 from ingress.core.base.snapshot import Snapshot
@@ -23,6 +24,62 @@ LATE_S = 5.0  # five heartbeats: no command is sent to it
 LAST_MESSAGES_S = 1.0
 
 spawn = multiprocessing.get_context("spawn")
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """One command for all workers. `answers` maps process ids to values, or to an error's text.
+
+    Written by the supervisor's thread only, until `is_answered` is set. `is_given_up` is its
+    caller's: the supervisor then forgets it, with the answers that came.
+    """
+
+    command: str
+    arguments: Mapping[str, Any]
+    refusal: str = ""  # the reason if it was sent to no worker
+    is_early: bool = False  # if that is the start of a worker
+    starting: tuple[int, ...] = ()  # the workers that it was not sent to
+    waits_for: set[int] = field(default_factory=set)
+    answers: dict[int, Any] = field(default_factory=dict)
+    is_answered: threading.Event = field(default_factory=threading.Event)
+    is_given_up: bool = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the answers; give those up that are still missing then."""
+        self.is_given_up = not self.is_answered.wait(timeout_s)
+
+    def answer(self, pid: int, value: Any) -> None:
+        """Record the answer of a worker."""
+        if pid in self.waits_for:
+            self.waits_for.discard(pid)
+            self.answers[pid] = value
+            if not self.waits_for:
+                self.is_answered.set()
+
+    def refuse(self, reason: str, *, is_early: bool = False) -> None:
+        """End it without an answer."""
+        self.refusal, self.is_early = reason, is_early
+        self.is_answered.set()
+
+
+@dataclass(eq=False, slots=True)
+class Rolling:
+    """The replacement of all workers by workers with another version of the file.
+
+    Written by the supervisor's thread only, until `is_over` is set. `error` says why none, or not
+    all, were replaced.
+    """
+
+    file: ConfigFile
+    port: SharedPort | None
+    error: str = ""
+    is_begun: bool = False  # a new worker serves: the version is that of later workers too
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, error: str = "") -> None:
+        """End it."""
+        self.error = error
+        self.is_over.set()
 
 
 class WorkerProcess:
@@ -87,14 +144,15 @@ class WorkerProcess:
         with suppress(Empty):
             while True:
                 told = self._told.get_nowait()
-                if isinstance(told, tuple):
-                    self.answers.append(told)
-                elif isinstance(told, Snapshot):
-                    self.snapshot = told
-                elif isinstance(told, str):
-                    self.cause = told
-                else:
-                    self.is_ready = told
+                match told:
+                    case tuple():
+                        self.answers.append(told)
+                    case Snapshot():
+                        self.snapshot = told
+                    case str():
+                        self.cause = told
+                    case _:
+                        self.is_ready = told
 
     def hear_the_last(self) -> None:
         """Take the last messages of a worker that has ended, and close its pipe."""

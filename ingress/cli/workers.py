@@ -19,6 +19,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import wait
 from queue import SimpleQueue
@@ -28,22 +29,34 @@ from types import FrameType
 import uvicorn
 
 from ingress.app.config_file.loading import ConfigFile
-from ingress.cli.server_commands import Changes
+from ingress.cli.server_commands import Changes, Failed
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served
-from ingress.cli.worker_commands import Asked, Failed, Rolling
-from ingress.cli.worker_process import LATE_S, WorkerProcess, spawn
-from ingress.cli.worker_snapshots import Ended
+from ingress.cli.worker_process import LATE_S, Asked, Rolling, WorkerProcess, spawn
 from ingress.core.base.signals import stop_signals
-from ingress.core.base.snapshot import Snapshot
+from ingress.core.base.snapshot import Snapshot, both_kept
 from ingress.observe.live.part import WHAT
 from ingress.serving.http.shared_port import SharedPort
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead
 FAILURES = 3
 LOOK_S = 1.0
+MAX_PIDS = 1000
 
 logger = logging.getLogger("uvicorn.error")
 info = logging.getLogger("ingress").info  # uvicorn's logger has the level WARNING by default
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The counters of the workers that have ended, and their pids. Replaced as a whole."""
+
+    snapshot: Snapshot | None = None
+    pids: tuple[int, ...] = ()
+
+    def with_worker(self, pid: int, last: Snapshot | None) -> Ended:
+        """Return these with another worker's."""
+        snapshot = self.snapshot if last is None else both_kept(self.snapshot, last)
+        return Ended(snapshot, (*self.pids[-MAX_PIDS:], pid))
 
 
 class Supervisor:
@@ -85,7 +98,7 @@ class Supervisor:
         """Return the exit code: 0 if a signal stopped it, 3 if its workers cannot serve."""
         with self._hearing_signals():
             for _ in range(self._config.workers):
-                self._start()
+                self._start(self._served, self._port)
             while self._workers:
                 self._wait()
                 self._send_posted()
@@ -131,7 +144,7 @@ class Supervisor:
             if all(each.is_ready for each in self._workers):
                 self._old = list(self._workers)
                 served = self._served.with_file(rolling.file)
-                self._bring_newcomer(served, rolling.port or self._port)
+                self._newcomer = self._start(served, rolling.port or self._port)
         elif self._newcomer is not None and self._newcomer.is_ready:
             if not rolling.is_begun:
                 rolling.is_begun = True
@@ -145,13 +158,9 @@ class Supervisor:
         elif self._newcomer is None and self._leaving not in self._workers:
             self._old = [each for each in self._old if each in self._workers]  # some have died
             if self._old:
-                self._bring_newcomer(self._served, self._port)
+                self._newcomer = self._start(self._served, self._port)
             else:
                 self._end_roll()
-
-    def _bring_newcomer(self, served: Served, port: SharedPort) -> None:
-        self._newcomer = self._worker(served, port)
-        self._workers.append(self._newcomer)
 
     def _end_roll(self, error: str = "") -> None:
         assert self._rolling is not None
@@ -196,13 +205,10 @@ class Supervisor:
     def _send(self, asked: Asked) -> None:
         self._count += 1
         self._asked[self._count] = asked
-        starting = []
-        for worker in self._workers:
-            if worker.is_ready:
-                asked.waits_for.add(worker.pid)
-            elif worker is not self._newcomer:  # while that one starts, all others serve
-                starting.append(worker.pid)
-        asked.starting = tuple(starting)
+        asked.waits_for |= {each.pid for each in self._workers if each.is_ready}
+        # While the newcomer starts, all others serve.
+        starting = [each for each in self._workers if not each.is_ready]
+        asked.starting = tuple(each.pid for each in starting if each is not self._newcomer)
         if not asked.waits_for:
             asked.is_answered.set()
         for worker in self._workers:
@@ -248,13 +254,12 @@ class Supervisor:
         self._signal = number
         self._wake()
 
-    def _start(self, failures: int = 0) -> None:
-        self._workers.append(self._worker(self._served, self._port, failures))
-
-    def _worker(self, served: Served, port: SharedPort, failures: int = 0) -> WorkerProcess:
+    def _start(self, served: Served, port: SharedPort, failures: int = 0) -> WorkerProcess:
         taken = {each.number for each in self._workers}
         number = next(number for number in count(1) if number not in taken)
-        return WorkerProcess(self._config, served, port, self._wake, number, failures)
+        worker = WorkerProcess(self._config, served, port, self._wake, number, failures)
+        self._workers.append(worker)
+        return worker
 
     def _wake(self) -> None:
         """End the supervisor's wait. Thread-safe, also in signal handlers: it is one write."""
@@ -310,7 +315,7 @@ class Supervisor:
                 failures + 1,
                 FAILURES,
             )
-        self._start(failures)
+        self._start(self._served, self._port, failures)
 
     def _fail(self, worker: WorkerProcess) -> None:
         if worker.cause:

@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 import pytest
@@ -35,17 +36,17 @@ SWITCH_INTERVAL_S = 1e-6
 _FLAGS = ("0", "1")
 
 
+@dataclass(eq=False)
 class BothValues:
     """The plugin of `both`. One per process that runs or compares tests."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self._runs: dict[str, dict[str, Run]] = {}
-        self._again: dict[str, Run] = {}
-        self._is_again = False
-        self._single: set[str] = set()
-        self._observer = Observer()
-        self._in_use = ExitStack()
+    _config: pytest.Config
+    _runs: dict[str, dict[str, Run]] = field(default_factory=dict)
+    _again: dict[str, Run] = field(default_factory=dict)
+    _is_again: bool = False
+    _single: set[str] = field(default_factory=set)
+    _observer: Observer = field(default_factory=Observer)
+    _in_use: ExitStack = field(default_factory=ExitStack)
 
     # Running every test twice, in two halves.
 
@@ -155,9 +156,8 @@ class BothValues:
         self._is_again = False
 
     def _pairs(self) -> Iterator[tuple[str, Run, Run]]:
-        for test, runs in sorted(self._runs.items()):
-            if len(runs) == len(_FLAGS):
-                yield test, runs["0"], runs["1"]
+        whole = [each for each in sorted(self._runs.items()) if len(each[1]) == len(_FLAGS)]
+        yield from ((test, runs["0"], runs["1"]) for test, runs in whole)
 
     def _findings(self) -> dict[str, list[str]]:
         """Return, by test, the differences between 0 and 1 that are not between 0 and 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -115,11 +116,11 @@ class TestClient(testclient.TestClient):
         await type(application)._host.close(application, unless_in_lifespan=True)
 
 
+@dataclass(eq=False, slots=True)
 class _Handshakes:
     """An app that raises if a WebSocket handler returns without an answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    _app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":

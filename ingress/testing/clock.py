@@ -24,14 +24,11 @@ from contextlib import ExitStack
 from contextvars import Context
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVarTuple, Unpack
+from typing import TypeVarTuple, Unpack
 
 from ingress.core.base.settings import USER_CODE_IN_SEPARATE_THREAD, Settings
 from ingress.core.calls.loops import ThreadAware, new_event_loop, running_loop
 from ingress.engines import local_engine
-
-if TYPE_CHECKING:  # pytest imports this package in every test run
-    from ingress.serving.control.factories import Factories
 
 Ts = TypeVarTuple("Ts")
 
@@ -84,7 +81,9 @@ class VirtualClock:
         if engine.factories.new_loop is not new_event_loop:
             raise RuntimeError("one VirtualClock at a time; leave the other one first")
         self._now = monotonic()
-        self._in_use.enter_context(engine.instrumented(self._instrument))
+        self._in_use.enter_context(
+            engine.instrumented(lambda made: replace(made, new_loop=self._new_loop))
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,9 +130,6 @@ class VirtualClock:
                 lambda: self._are_idle() and sum(map(_Loop.timers, self._loops)) >= count,
                 f"have {count} timers",
             )
-
-    def _instrument(self, factories: Factories) -> Factories:
-        return replace(factories, new_loop=self._new_loop)
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         with self._changed:

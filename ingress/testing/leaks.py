@@ -107,16 +107,14 @@ def _have_signal_pipe() -> None:
 
 
 def _held() -> Iterator[str]:
-    for thread in threading.enumerate():
-        yield f"thread {thread.name} ({thread.ident})"
+    yield from (f"thread {each.name} ({each.ident})" for each in threading.enumerate())
     yield from _descriptors()
     running = running_loop()
     loops = {} if running is None else {running: "this event loop"}
     for deployment, router in list(local_engine().routers.items()):
-        for number in range(router.num_ongoing):
-            yield f"slot {number} of {deployment}"
-        for number in range(router.num_queued):
-            yield f"place {number} in the queue of {deployment}"
+        yield from (f"slot {number} of {deployment}" for number in range(router.num_ongoing))
+        queued = range(router.num_queued)
+        yield from (f"place {number} in the queue of {deployment}" for number in queued)
         loops |= {each.loop: str(each.context.replica_id) for each in list(router.replicas)}
     for loop, name in loops.items():
         for task in asyncio.all_tasks(loop):

@@ -212,19 +212,20 @@ class _Answer:
     def add(self, message: Message) -> None:
         if self.is_over:
             return
-        if (kind := message["type"].partition(".")[2]) in ("response.start", "http.response.start"):
-            self._begins.append(str(message["status"]))
-        elif kind in ("response.body", "http.response.body"):
-            self._body += message.get("body", b"")
-        elif kind == "close":
-            # Race of the handler's end with the client's disconnect: either may be first.
-            if (code := message.get("code", NORMAL)) != NORMAL or not self._begins:
-                self._begins.append(f"closed {code}")
-        elif kind == "accept":
-            self._begins.append("accepted")
-        elif kind == "send":
-            self._body += message.get("bytes") or str(message.get("text", "")).encode()
-            self._body += b"\n"
+        match message["type"].partition(".")[2]:
+            case "response.start" | "http.response.start":
+                self._begins.append(str(message["status"]))
+            case "response.body" | "http.response.body":
+                self._body += message.get("body", b"")
+            case "close":
+                # Race of the handler's end with the client's disconnect: either may be first.
+                if (code := message.get("code", NORMAL)) != NORMAL or not self._begins:
+                    self._begins.append(f"closed {code}")
+            case "accept":
+                self._begins.append("accepted")
+            case "send":
+                self._body += message.get("bytes") or str(message.get("text", "")).encode()
+                self._body += b"\n"
 
     def __str__(self) -> str:
         begin = ", ".join(self._begins) or "no answer"

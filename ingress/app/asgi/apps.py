@@ -107,8 +107,7 @@ class BoundRoutes:
             if self._next is None:
                 try:
                     # Outside of the replica, where the app shows its own routes, not the clone's.
-                    outside = Context()
-                    self._next = outside.run(BoundRoutes, self.app, self._cls, self._declared)
+                    self._next = Context().run(BoundRoutes, self.app, self._cls, self._declared)
                 except Exception:
                     logger.exception("the new routes of %r cannot be served", self.app)
                     self.seen = [list(each.routes) for each in self.routers]
@@ -173,11 +172,6 @@ class BoundRoutes:
             return self._custom_schema
 
 
-def docs_path(app: object) -> str | None:
-    """Return the path of FastAPI's interactive documentation, `None` if there is none."""
-    return app.docs_url if isinstance(app, FastAPI) and app.openapi_url else None
-
-
 async def answer_unavailable(connection: Request | WebSocket, error: Exception) -> Response | None:
     """Answer a request that fails because a called deployment could not answer."""
     assert isinstance(error, RayServeException)
@@ -233,8 +227,7 @@ def _with_our_handlers(handlers: dict[Any, Any]) -> dict[Any, Callable[..., Any]
         for error in CALL_ERRORS
         if handlers.keys().isdisjoint(error.__mro__)
     }
-    ours[Exception] = answer_failure  # Starlette raises the error after that
-    return {**handlers, **ours}
+    return {**handlers, **ours, Exception: answer_failure}  # Starlette raises the error after that
 
 
 def _with_own_docs(clone: Any) -> list[BaseRoute]:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from textwrap import dedent
+from traceback import walk_tb
 
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import ResponseValidationError
@@ -97,9 +98,7 @@ def _encoded(error: BaseException) -> list[object]:
     There are none if user code has raised it.
     """
     found: list[object] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
+    for frame, _ in walk_tb(error.__traceback__):
         code = frame.f_code
         name = _ENCODERS.get(code)
         if name is None and frame.f_globals.get("__name__", "").startswith("ingress.app.asgi."):
@@ -108,14 +107,10 @@ def _encoded(error: BaseException) -> list[object]:
             found.append(frame.f_locals[name])
         elif is_users(code.co_filename):
             found.clear()
-        traceback = traceback.tb_next
     cause = error.__cause__ or error.__context__
     while found and cause is not None:
-        traceback = cause.__traceback__
-        while traceback is not None:
-            if is_users(traceback.tb_frame.f_code.co_filename):
-                return []
-            traceback = traceback.tb_next
+        if any(is_users(each.f_code.co_filename) for each, _ in walk_tb(cause.__traceback__)):
+            return []
         cause = cause.__cause__ or cause.__context__
     return found
 
@@ -133,14 +128,15 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _members(part: object) -> Iterator[tuple[str, object]]:
-    if isinstance(part, Mapping):
-        yield from ((f"[{key!r}]", each) for key, each in part.items())
-    elif isinstance(part, list | tuple | set | frozenset | deque):
-        yield from ((f"[{index}]", each) for index, each in enumerate(part))
-    elif isinstance(part, BaseModel):
-        yield from ((f".{name}", each) for name, each in vars(part).items())
-    elif is_dataclass(part) and not isinstance(part, type):
-        yield from ((f".{each.name}", getattr(part, each.name)) for each in fields(part))
+    match part:
+        case Mapping():
+            yield from ((f"[{key!r}]", each) for key, each in part.items())
+        case list() | tuple() | set() | frozenset() | deque():
+            yield from ((f"[{index}]", each) for index, each in enumerate(part))
+        case BaseModel():
+            yield from ((f".{name}", each) for name, each in vars(part).items())
+        case _ if is_dataclass(part) and not isinstance(part, type):
+            yield from ((f".{each.name}", getattr(part, each.name)) for each in fields(part))
 
 
 def _culprit(
@@ -173,9 +169,7 @@ def _names_type_only(error: Exception) -> bool:
 
 
 def _what(result: object, path: str, part: object) -> str:
-    if not path:
-        return _a(part)
-    return f"{_a(result)} with {_a(part)} at {path}"
+    return f"{_a(result)} with {_a(part)} at {path}" if path else _a(part)
 
 
 def _a(value: object) -> str:
@@ -238,18 +232,18 @@ def _line(func: Callable[..., object] | None, find: _Find) -> int:
     except (OSError, SyntaxError):  # made by `exec`, or a lambda in the middle of a statement
         return code.co_firstlineno if find is _returns else 0
     function = tree.body[0]
-    found = find(list(_own_nodes(function)))
+    found = find(list(own_nodes(function)))
     if not found and find is _unawaited:
         return 0
     return first - 1 + getattr(found[0] if len(found) == 1 else function, "lineno", 1)
 
 
-def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes of a function, in order, without those of functions inside it."""
     for each in ast.iter_child_nodes(function):
         yield each
         if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            yield from _own_nodes(each)
+            yield from own_nodes(each)
 
 
 def _returns(nodes: list[ast.AST]) -> list[ast.AST]:

@@ -16,6 +16,7 @@ import copy
 import warnings
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from traceback import walk_tb
 from types import AsyncGeneratorType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,7 +93,6 @@ __all__ = [
     "Dependant",
     "Included",
     "IncludedRouter",
-    "NativeTelemetry",
     "ServedRoute",
     "base_app",
     "check_kind",
@@ -157,20 +157,7 @@ class Included(Protocol):
     """A node of the route tree: a router with the prefix and dependencies of its include."""
 
     original_router: Router
-    include_context: IncludeContext
     _effective_candidates: Sequence[object]
-
-
-class IncludeContext(Protocol):
-    """The prefix and dependencies of an include; a dataclass, of which `replace` makes copies."""
-
-    included_router: Router
-
-
-class NativeTelemetry(Protocol):
-    """FastAPI's own telemetry of an app."""
-
-    def enabled(self) -> bool: ...
 
 
 routing: ModuleType = fastapi.routing
@@ -193,18 +180,25 @@ def _since(version: tuple[int, int], path: str) -> Any:
 
 _missing: list[str] = []
 
+
+def _look_up(*rows: tuple[tuple[int, int], str, Sequence[str]]) -> None:
+    for version, pattern, names in rows:
+        for name in names:
+            _since(version, pattern.format(name))
+
+
 # A router in the route tree. An older FastAPI copies its routes into the tree.
 IncludedRouter: Any = _since((0, 137), "fastapi.routing:_IncludedRouter")
-_since((0, 137), "fastapi.routing:_IncludedRouter.include_context")
-_since((0, 137), "fastapi.routing:_IncludedRouter.original_router")
-_since((0, 137), "fastapi.routing:_RouterIncludeContext.included_router")
-_since((0, 137), "fastapi.routing:_EffectiveRouteContext.original_route")
-_since((0, 137), "fastapi.routing:_EffectiveRouteContext.starlette_route")
 iter_route_contexts: Callable[..., Iterator[ServedRoute]] = (
     _since((0, 138), "fastapi.routing:iter_route_contexts") or iter
 )
-# An endpoint that is a generator. An older FastAPI does not stream it.
-_since((0, 134), "fastapi.routing:APIRoute.get_route_handler(is_json_stream)")
+_look_up(
+    ((0, 137), "fastapi.routing:_IncludedRouter.{}", ("include_context", "original_router")),
+    ((0, 137), "fastapi.routing:_RouterIncludeContext.{}", ("included_router",)),
+    ((0, 137), "fastapi.routing:_EffectiveRouteContext.{}", ("original_route", "starlette_route")),
+    # An endpoint that is a generator. An older FastAPI does not stream it.
+    ((0, 134), "fastapi.routing:APIRoute.get_route_handler({})", ("is_json_stream",)),
+)
 if _missing:  # without them endpoints and dependencies would stay unbound, and streams be values
     raise unsupported("fastapi", SUPPORTED, _missing)
 
@@ -212,7 +206,6 @@ endpoint_contexts: dict[int, dict[str, object]] | None = _since(
     (0, 133), "fastapi.routing:_endpoint_context_cache"
 )
 endpoint_context: Any = _since((0, 133), "fastapi.routing:_extract_endpoint_context")
-_since((0, 135), "fastapi.routing:_PING_INTERVAL")
 get_cache_key: Callable[..., Hashable] | None = _since(
     (0, 140), "fastapi.dependencies.models:_get_cache_key"
 )
@@ -235,19 +228,6 @@ _context_of: Callable[[Scope], object] | None = _since(
     (0, 137), "fastapi.routing:_get_scope_effective_route_context"
 )
 _scope_key: str | None = _since((0, 137), "fastapi.routing:_FASTAPI_SCOPE_KEY")
-_since((0, 138), "fastapi.routing:RouteContext._route_context")
-_since((0, 137), "fastapi.routing:_IncludedRouter._effective_candidates")
-_since((0, 137), "fastapi.routing:_IncludedRouter.effective_candidates")
-_since((0, 138), "fastapi.routing:_IncludedRouter.effective_low_priority_routes")
-for _name in ("alias", "field_info", "name", "serialize_json", "validate", "validation_alias"):
-    _since((0, 133), f"fastapi._compat:ModelField.{_name}")
-for _name in (
-    "background_tasks_param_name", "body_params", "cookie_params", "header_params",
-    "http_connection_param_name", "name", "path", "path_params", "request_param_name",
-    "response_param_name", "security_scopes_param_name", "use_cache", "websocket_param_name",
-):  # fmt: skip
-    _since((0, 133), f"fastapi.dependencies.models:Dependant.{_name}")
-_since((0, 163), "fastapi.dependencies.models:Dependant.concurrency")
 
 FILE_STACK = "fastapi_middleware_astack"
 REQUEST_STACK = "fastapi_inner_astack"
@@ -274,24 +254,37 @@ LAYERS = frozenset(
 )
 """The classes of FastAPI's own layers around its routes, the innermost one last."""
 
-for _version_of, _function, _names in (
-    ((0, 133), "fastapi.routing:get_request_handler", (FILE_STACK, REQUEST_STACK)),
-    ((0, 133), "fastapi.routing:request_response", (REQUEST_STACK, FUNCTION_STACK)),
-    ((0, 142), "fastapi.applications:FastAPI.__call__", ("_native_telemetry", TELEMETRY)),
-    ((0, 133), "starlette.requests:Request.body", ("_body",)),
-    ((0, 133), "starlette.requests:Request.json", ("_json",)),
-    ((0, 164), "fastapi.routing:APIRoute.__init__", ("max_body_size",)),
-    ((0, 165), "fastapi.routing:APIRouter.app", ("form_limits",)),
-    ((0, 134), "fastapi.routing:APIRoute.get_route_handler", ("stream_item_field",)),
-    ((0, 133), "fastapi.routing:APIRoute.get_route_handler", (
+_look_up(
+    ((0, 135), "fastapi.routing:{}", ("_PING_INTERVAL",)),
+    ((0, 138), "fastapi.routing:RouteContext.{}", ("_route_context",)),
+    ((0, 137), "fastapi.routing:_IncludedRouter.{}", (
+        "_effective_candidates", "effective_candidates",
+    )),
+    ((0, 138), "fastapi.routing:_IncludedRouter.{}", ("effective_low_priority_routes",)),
+    ((0, 133), "fastapi._compat:ModelField.{}", (
+        "alias", "field_info", "name", "serialize_json", "validate", "validation_alias",
+    )),
+    ((0, 133), "fastapi.dependencies.models:Dependant.{}", (
+        "background_tasks_param_name", "body_params", "cookie_params", "header_params",
+        "http_connection_param_name", "name", "path", "path_params", "request_param_name",
+        "response_param_name", "security_scopes_param_name", "use_cache", "websocket_param_name",
+    )),
+    ((0, 163), "fastapi.dependencies.models:Dependant.{}", ("concurrency",)),
+    ((0, 133), "fastapi.routing:get_request_handler({})", (FILE_STACK, REQUEST_STACK)),
+    ((0, 133), "fastapi.routing:request_response({})", (REQUEST_STACK, FUNCTION_STACK)),
+    ((0, 142), "fastapi.applications:FastAPI.__call__({})", ("_native_telemetry", TELEMETRY)),
+    ((0, 133), "starlette.requests:Request.body({})", ("_body",)),
+    ((0, 133), "starlette.requests:Request.json({})", ("_json",)),
+    ((0, 164), "fastapi.routing:APIRoute.__init__({})", ("max_body_size",)),
+    ((0, 165), "fastapi.routing:APIRouter.app({})", ("form_limits",)),
+    ((0, 134), "fastapi.routing:APIRoute.get_route_handler({})", ("stream_item_field",)),
+    ((0, 133), "fastapi.routing:APIRoute.get_route_handler({})", (
         "_embed_body_fields", "body_field", "dependant", "dependency_overrides_provider",
         "response_class", "response_field", "response_model_by_alias", "response_model_exclude",
         "response_model_exclude_defaults", "response_model_exclude_none",
         "response_model_exclude_unset", "response_model_include", "status_code",
     )),
-):  # fmt: skip
-    for _name in _names:
-        _since(_version_of, f"{_function}({_name})")
+)  # fmt: skip
 
 
 def why_not_compiled() -> str:
@@ -359,12 +352,8 @@ def request_stack(scope: Scope) -> AsyncExitStack | None:
 
 def is_late_error(error: BaseException) -> bool:
     """Return whether this is Starlette's error for one that has a handler, and came too late."""
-    if type(error) is not RuntimeError or (traceback := error.__traceback__) is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    where: object = traceback.tb_frame.f_globals.get("__name__")
-    return where == wrap_app_handling_exceptions.__module__
+    places = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    return type(error) is RuntimeError and places[-1:] == [wrap_app_handling_exceptions.__module__]
 
 
 def waiting_for_threads(body: object) -> Iterable[object] | None:
@@ -393,9 +382,9 @@ def embeds_body(route: CompilableRoute) -> bool:
     return bool(route._embed_body_fields)
 
 
-def native_telemetry(app: ASGIApp) -> NativeTelemetry | None:
-    """Return FastAPI's own telemetry of an app, `None` if it has none."""
-    return getattr(app, "_native_telemetry", None)
+def native_telemetry(app: ASGIApp) -> Callable[[], bool] | None:
+    """Return the function that says if an app's own telemetry is on, `None` if it has none."""
+    return getattr(getattr(app, "_native_telemetry", None), "enabled", None)
 
 
 def effective_route(scope: Scope, route: object) -> Any:

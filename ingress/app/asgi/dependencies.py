@@ -106,13 +106,21 @@ class LiftedAsyncGenerator(Lifted):
             yield value
 
 
+_UNPLANNED: dict[Kind, type[LiftedGenerator | LiftedAsyncGenerator]] = {
+    Kind.GENERATOR: LiftedGenerator,
+    Kind.ASYNC_GENERATOR: LiftedAsyncGenerator,
+}
+
+
+@dataclasses.dataclass(eq=False)
 class Dependencies:
     """The lifted dependencies of a deployment's routes; a replica makes plans for `targets`."""
 
-    def __init__(self, methods: Methods) -> None:
-        self._methods = methods
-        self._lifted: dict[Callable[..., object], Callable[..., object]] = {}
-        self.targets: list[Target] = []
+    _methods: Methods
+    _lifted: dict[Callable[..., object], Callable[..., object]] = dataclasses.field(
+        default_factory=dict
+    )
+    targets: list[Target] = dataclasses.field(default_factory=list)
 
     def lift(self, dependant: Dependant) -> None:
         """Replace the callables of the dependant's dependencies, at any depth."""
@@ -145,15 +153,11 @@ class Dependencies:
         if not is_lifted or isinstance(original, SecurityBase):
             return original
         signature = self._signature(original, skip_first=target.takes_self)
-        if is_placed:
+        if is_placed or kind not in _UNPLANNED:
             self.targets.append(target)
-            return LiftedPlacedGenerator(original, target, signature)
-        if kind is Kind.GENERATOR:
-            return LiftedGenerator(original, target, signature)
-        if kind is Kind.ASYNC_GENERATOR:
-            return LiftedAsyncGenerator(original, target, signature)
-        self.targets.append(target)
-        return LiftedFunction(original, target, signature)
+        lifted: Callable[..., Callable[..., object]]
+        lifted = LiftedPlacedGenerator if is_placed else _UNPLANNED.get(kind, LiftedFunction)
+        return lifted(original, target, signature)
 
     def _signature(self, original: Callable[..., object], *, skip_first: bool) -> inspect.Signature:
         parameters = get_typed_signature(original).parameters.values()

@@ -14,6 +14,7 @@ stream were complete.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -29,6 +30,7 @@ ANSWER = "ingress.answer"
 """The key under which the scope carries the request's `Answer`."""
 
 
+@dataclass(eq=False, slots=True)
 class Answer:
     """The response to one request. Owned by the task of the request.
 
@@ -37,11 +39,8 @@ class Answer:
     connection, not a complete response.
     """
 
-    __slots__ = ("_send", "failure")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.failure: Exception | None = None
+    _send: Send
+    failure: Exception | None = None
 
     async def send(self, message: Message) -> None:
         if self.failure is not None:
@@ -52,6 +51,7 @@ class Answer:
         await self._send(message)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class OutermostGuard:
     """An ASGI middleware that raises only an `Exception`.
 
@@ -59,10 +59,7 @@ class OutermostGuard:
     need not be noted.
     """
 
-    __slots__ = ("app",)
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -94,17 +91,12 @@ class Guard(OutermostGuard):
         except BaseException as error:
             told = _told(error)
             # Not for a cancellation: the code that cancels (a timeout, say) handles it.
-            if is_half_sent and isinstance(told, Exception):
-                _note(scope, told)
+            answer: Answer | None = scope.get(ANSWER)
+            if answer is not None and is_half_sent and isinstance(told, Exception):
+                answer.failure = told
             if told is not error:
                 raise_instead(told)
             raise
-
-
-def _note(scope: Scope, error: Exception) -> None:
-    answer: Answer | None = scope.get(ANSWER)
-    if answer is not None:
-        answer.failure = error
 
 
 class GuardInTask(Guard):

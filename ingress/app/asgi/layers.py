@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -40,15 +39,15 @@ class Layers(NamedTuple):
     @classmethod
     def of(cls, app: Any) -> Layers:
         native = native_telemetry(app)
-        is_off = native is not None and not _has_mounts(app) and not native.enabled()
+        is_off = (
+            native is not None
+            and not native()
+            # Mounted apps may have providers of their own.
+            and not any(isinstance(route, Mount) for route in app.routes)
+        )
         if (native is None or is_off) and _only_handle_errors(app):
             return cls(is_off, app.middleware_stack, app.router.middleware_stack)
         return cls(is_off)
-
-
-def _has_mounts(app: FastAPI) -> bool:
-    """Return whether there are mounted apps, which may have providers of their own."""
-    return any(isinstance(route, Mount) for route in app.routes)
 
 
 def _only_handle_errors(app: Any) -> bool:

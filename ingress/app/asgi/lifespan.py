@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
@@ -15,6 +16,7 @@ from ingress.exceptions import RayServeException
 logger = logging.getLogger("ingress")
 
 
+@dataclass(eq=False, slots=True)
 class Lifespan:
     """The lifespan of one app. Owned by the user loop.
 
@@ -24,31 +26,16 @@ class Lifespan:
     from its own loop, after start-up and after the stop.
     """
 
-    __slots__ = (
-        "_answered",
-        "_context",
-        "_error",
-        "_failed",
-        "_is_up",
-        "_messages",
-        "_shared",
-        "_task",
-        "shutdown_error",
-        "state",
-    )
-
-    def __init__(self, context: ReplicaRuntime) -> None:
-        self.state: dict[str, object] = {}
-        self._context = context
-        self._task: asyncio.Task[None] | None = None
-        self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        self._answered: asyncio.Future[None] | None = None
-        self._error: BaseException | None = None
-        self._failed: str | None = None
-        self._is_up = False
-        self._shared: dict[str, object] = {}
-        self.shutdown_error: Exception | None = None
-        context.lifespan = self
+    _context: ReplicaRuntime
+    state: dict[str, object] = field(default_factory=dict)
+    shutdown_error: Exception | None = None
+    _task: asyncio.Task[None] | None = None
+    _messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    _answered: asyncio.Future[None] | None = None
+    _error: BaseException | None = None
+    _failed: str | None = None
+    _is_up: bool = False
+    _shared: dict[str, object] = field(default_factory=dict)
 
     def share(self, state: dict[str, object]) -> None:
         """Put the yielded state into `state`, until the shutdown."""
@@ -72,7 +59,9 @@ class Lifespan:
             raise
         if self._is_up:
             return
-        if self._failed is not None or (self._error is not None and _is_unfinished(app)):
+        # A Starlette whose middleware could not be built.
+        is_unfinished = isinstance(app, Starlette) and app.middleware_stack is None
+        if self._failed is not None or (self._error is not None and is_unfinished):
             raise self._failure("start-up")
         if self._error is not None and isinstance(app, Starlette):
             logger.warning(
@@ -119,12 +108,13 @@ class Lifespan:
             self._answer()
 
     async def _send(self, message: Message) -> None:
-        if message["type"] == "lifespan.startup.complete":
-            self._is_up = True
-            self._answer()
-        elif message["type"] in ("lifespan.startup.failed", "lifespan.shutdown.failed"):
-            # Starlette raises the error next; a raw app may just return.
-            self._failed = message.get("message", "")
+        match message["type"]:
+            case "lifespan.startup.complete":
+                self._is_up = True
+                self._answer()
+            case "lifespan.startup.failed" | "lifespan.shutdown.failed":
+                # Starlette raises the error next; a raw app may just return.
+                self._failed = message.get("message", "")
 
     def _answer(self) -> None:
         if self._answered is not None and not self._answered.done():
@@ -134,8 +124,3 @@ class Lifespan:
         if self._error is not None:
             return self._error
         return RayServeException(f"The ASGI app's lifespan {phase} failed: {self._failed}")
-
-
-def _is_unfinished(app: ASGIApp) -> bool:
-    """Return whether the app is a Starlette whose middleware could not be built."""
-    return isinstance(app, Starlette) and app.middleware_stack is None

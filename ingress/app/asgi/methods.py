@@ -162,10 +162,8 @@ def _class_name(func: object) -> str | None:
 
 def _descriptor(cls: type, func: object) -> object:
     """Return the `staticmethod` or `classmethod` that holds `func` in the class, else `func`."""
-    for value in vars(cls).values():
-        if isinstance(value, (staticmethod, classmethod)) and value.__func__ is func:
-            return value
-    return func
+    bound = (each for each in vars(cls).values() if isinstance(each, (staticmethod, classmethod)))
+    return next((each for each in bound if each.__func__ is func), func)
 
 
 def _is_injected(parameter: inspect.Parameter) -> bool:

@@ -74,9 +74,9 @@ class _Routes:
             yield from _middleware_parts(middleware)
         for served in served_routes(routes):
             yield from self._route(served, prefix)
-        for handler in dict.fromkeys(getattr(app, "exception_handlers", {}).values()):
-            if not _is_frameworks(handler):
-                yield Part("error handler", handler, Role.FRAMEWORK)
+        handlers = dict.fromkeys(getattr(app, "exception_handlers", {}).values())
+        users = (each for each in handlers if not _is_frameworks(each))
+        yield from (Part("error handler", each, Role.FRAMEWORK) for each in users)
 
     def _route(self, served: ServedRoute, prefix: str) -> Iterator[Part]:
         original = getattr(served, "original_route", served)
@@ -159,9 +159,8 @@ def _lifespan_parts(context: Callable[..., object]) -> Iterator[Part]:
             each for each in getattr(context, "__dict__", {}).values() if isinstance(each, Router)
         ]
         for what in ("startup", "shutdown"):
-            for router in routers:
-                for handler in getattr(router, f"on_{what}", ()):
-                    yield Part(what, handler, Role.ASGI)
+            handlers = (each for router in routers for each in getattr(router, f"on_{what}", ()))
+            yield from (Part(what, each, Role.ASGI) for each in handlers)
 
 
 def _is_frameworks(value: object) -> bool:

@@ -71,11 +71,11 @@ def renderer(route: Any, steps: Steps) -> Any:
             dump_json=dump_json,
             **options,
         )
-        response: Response
-        if dump_json:
-            response = Response(content=content, media_type="application/json", **given)
-        else:
-            response = response_class(content, **given)
+        response: Response = (
+            Response(content=content, media_type="application/json", **given)
+            if dump_json
+            else response_class(content, **given)
+        )
         if not is_body_allowed_for_status_code(response.status_code):
             response.body = b""
         add_written_headers(response, shared)

@@ -62,7 +62,7 @@ class ReplicaApp:
         self._routes = routes
         self._context = context
         self._make_plan = make_plan
-        self.lifespan = Lifespan(context)
+        self.lifespan = context.lifespan = Lifespan(context)
         self._layers = Layers()
         self._next_look = 0.0
         self._instance: Any = None

@@ -23,7 +23,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from math import ceil
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi.encoders import jsonable_encoder
 from starlette.exceptions import HTTPException
@@ -41,12 +41,6 @@ T = TypeVar("T")
 _TEXT = b"text/plain; charset=utf-8"
 
 
-class Closable(Protocol):
-    """A generator or another iterator that holds resources until it is closed."""
-
-    def close(self) -> None: ...
-
-
 async def send_value(
     value: object, pool: ThreadPool, scope: Scope, receive: Receive, send: Send
 ) -> None:
@@ -55,15 +49,13 @@ async def send_value(
         take_over_stream(value, pool)
         await value(scope, receive, send)
         return
-    content_type = b"text/plain"
-    if isinstance(value, str):
-        body, content_type = value.encode(), _TEXT
-    elif value is None:
-        body = b""
-    elif isinstance(value, bytes):
-        body = value
-    else:
-        body, content_type = _to_json(value).encode(), b"application/json"
+    match value:
+        case str():
+            body, content_type = value.encode(), _TEXT
+        case None | bytes():
+            body, content_type = value or b"", b"text/plain"
+        case _:
+            body, content_type = _to_json(value).encode(), b"application/json"
     # As messages, because a `Response` object would double the work.
     headers = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -71,7 +63,7 @@ async def send_value(
 
 
 def take_over_stream(
-    response: Any, pool: ThreadPool, opened: Sequence[Closable] | None = None
+    response: Any, pool: ThreadPool, opened: Sequence[Generator[object, None, None]] | None = None
 ) -> None:
     """Make a streaming response iterate in one worker thread, and close its iterator.
 
@@ -102,7 +94,7 @@ def take_over_stream(
     response.stream_response = stream_and_close  # type: ignore[method-assign]
 
 
-def _closing(items: Iterable[T], opened: Sequence[Closable]) -> Iterator[T]:
+def _closing(items: Iterable[T], opened: Sequence[Generator[object, None, None]]) -> Iterator[T]:
     """Yield items, and close at the end, in this thread, what the iterator has opened.
 
     FastAPI's does not close the endpoint's generator. Until Python 3.12 that was dropped when the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.routing import APIRoute, APIRouter
@@ -26,6 +27,7 @@ FOUND = "ingress.found"
 _MATCHES = (Route.matches, APIRoute.matches)
 
 
+@dataclass(eq=False, slots=True)
 class RouteIndex:
     """An index in front of a router's `app`. Owned by the user loop.
 
@@ -46,16 +48,15 @@ class RouteIndex:
     Where no route is compiled there are no copies: FastAPI may match routes in another way.
     """
 
-    __slots__ = ("_beginnings", "_is_used", "_lengths", "_narrowed", "_paths", "_routes", "router")
-
-    def __init__(self, router: Router) -> None:
-        self.router = router
-        self._is_used = not why_not_compiled()
-        self._routes: list[BaseRoute] = []
-        self._paths: set[str] = set()
-        self._beginnings: set[str] = set()
-        self._lengths: list[int] = []
-        self._narrowed: dict[tuple[str, bool], tuple[Router, Sequence[APIRoute]]] = {}
+    router: Router
+    _is_used: bool = field(default_factory=lambda: not why_not_compiled())
+    _routes: list[BaseRoute] = field(default_factory=list)
+    _paths: set[str] = field(default_factory=set)
+    _beginnings: set[str] = field(default_factory=set)
+    _lengths: list[int] = field(default_factory=list)
+    _narrowed: dict[tuple[str, bool], tuple[Router, Sequence[APIRoute]]] = field(
+        default_factory=dict
+    )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (scope.pop(FOUND, None) or self.find(scope))(scope, receive, send)

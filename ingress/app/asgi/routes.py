@@ -59,12 +59,9 @@ R = TypeVar("R", bound=APIRoute | APIWebSocketRoute)
 
 @dataclass(frozen=True, slots=True)
 class RouteInfo:
-    """One route, as `ingress run` prints it. `func` is its function; `methods` is sorted."""
+    """One route. `func` is the user's function."""
 
     path: str
-    methods: tuple[str, ...]
-    name: str
-    kind: Kind
     is_websocket: bool
     func: Callable[..., object]
 
@@ -296,14 +293,10 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
         endpoint = getattr(served, "endpoint", None)
         if endpoint is None or getattr(endpoint, "__module__", None) == "fastapi.applications":
             continue
-        func = getattr(endpoint, "__ingress_func__", endpoint)
         yield RouteInfo(
-            path=served.path,
-            methods=tuple(sorted(getattr(served, "methods", None) or ())),
-            name=getattr(func, "__qualname__", type(func).__qualname__),
-            kind=kind(func),
-            is_websocket=isinstance(getattr(served, "original_route", served), WebSocketRoute),
-            func=func,
+            served.path,
+            isinstance(getattr(served, "original_route", served), WebSocketRoute),
+            getattr(endpoint, "__ingress_func__", endpoint),
         )
 
 

@@ -26,7 +26,7 @@ from starlette.applications import Starlette
 from starlette.routing import Router
 from starlette.types import ASGIApp
 
-from ingress.app.asgi.apps import BoundRoutes, docs_path
+from ingress.app.asgi.apps import BoundRoutes
 from ingress.app.asgi.methods import Methods
 from ingress.app.asgi.parts import Part
 from ingress.app.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
@@ -64,20 +64,16 @@ class IngressSpec:
         return BoundApp(cls, None, BoundRoutes(app, cls))
 
 
+@dataclass(eq=False, slots=True)
 class BoundApp:
     """The app of one deployment. Thread-safe: the replicas share it.
 
     Only `_latest` changes, in one step, when the user's app has got other routes.
     """
 
-    __slots__ = ("_builder", "_cls", "_latest")
-
-    def __init__(
-        self, cls: type, builder: Callable[[], ASGIApp] | None, routes: BoundRoutes | None
-    ) -> None:
-        self._cls = cls
-        self._builder = builder
-        self._latest = routes
+    _cls: type
+    _builder: Callable[[], ASGIApp] | None
+    _latest: BoundRoutes | None
 
     @property
     def _routes(self) -> BoundRoutes | None:
@@ -119,7 +115,9 @@ class BoundApp:
 
     @property
     def docs_path(self) -> str | None:
-        return None if self._latest is None else docs_path(self._latest.app)
+        """The path of FastAPI's interactive documentation, `None` if there is none."""
+        app = None if self._latest is None else self._latest.app
+        return app.docs_url if isinstance(app, FastAPI) and app.openapi_url else None
 
 
 class Decorator(Protocol):

@@ -57,15 +57,13 @@ def require(condition: object) -> None:
         raise Unfit
 
 
+@dataclass(eq=False, slots=True)
 class Shared:
     """The objects that FastAPI passes to the calls of one request; made on demand."""
 
-    __slots__ = ("background", "request", "response")
-
-    def __init__(self, request: Request | None) -> None:
-        self.request = request
-        self.background: Any = None
-        self.response: Response | None = None
+    request: Request | None
+    background: Any = None
+    response: Response | None = None
 
 
 class _Value(NamedTuple):
@@ -215,7 +213,7 @@ class Steps:
             list(_sources(dependant)),
             fields,
             fields[0] if is_single else None,
-            list(_shared(dependant)),
+            _shared(dependant),
         )
         for child, each in zip(children, dependant.dependencies, strict=True):
             self._steps[child].name = each.name
@@ -273,16 +271,15 @@ def _sources(dependant: Dependant) -> Iterator[_Source]:
             yield _Source(received, fields, [])
 
 
-def _shared(dependant: Dependant) -> Iterator[tuple[str, Callable[[Shared], Any]]]:
-    """Yield the names of the parameters for `Shared` objects, in FastAPI's order."""
-    for name, take in (
+def _shared(dependant: Dependant) -> list[tuple[str, Callable[[Shared], Any]]]:
+    """Return the names of the parameters for `Shared` objects, in FastAPI's order."""
+    takers = (
         (dependant.http_connection_param_name, _take_request),
         (dependant.request_param_name, _take_request),
         (dependant.background_tasks_param_name, _take_background_tasks),
         (dependant.response_param_name, _take_response),
-    ):
-        if name:
-            yield name, take
+    )
+    return [(name, take) for name, take in takers if name]
 
 
 def _take_request(shared: Shared) -> Any:

@@ -97,8 +97,7 @@ async def _chunks(
 def _encoded(items: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes]:
     """Yield encoded items, in the worker thread, so that the channel's limit in bytes applies."""
     with closing(items):
-        for item in items:
-            yield encode(item)
+        yield from map(encode, items)
 
 
 # Responses.
@@ -212,10 +211,8 @@ def _event_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
             return to_event(data_str=to_json(scope, item).decode())
         data = item.raw_data
         if data is None and item.data is not None:
-            if hasattr(item.data, "model_dump_json"):
-                data = item.data.model_dump_json()
-            else:
-                data = _to_json(item.data)
+            is_model = hasattr(item.data, "model_dump_json")
+            data = item.data.model_dump_json() if is_model else _to_json(item.data)
         return to_event(
             data_str=data, event=item.event, id=item.id, retry=item.retry, comment=item.comment
         )

@@ -63,10 +63,7 @@ class RouteTemplates:
         path = get_route_path(scope)
         if path in self._paths:
             return path
-        for template, pattern in self._patterns.items():
-            if pattern.match(path):
-                return template
-        return ""
+        return next((each for each, known in self._patterns.items() if known.match(path)), "")
 
     def label(self, scope: Scope, prefix: str) -> str:
         """Return the prefix with the template of the route that has answered a request.

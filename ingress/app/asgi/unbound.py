@@ -81,23 +81,23 @@ def _told(app: Starlette, cls: type) -> str:
     modules = [each for each in map(sys.modules.get, names) if each is not None]
     this = _name(modules, lambda value: value is app) or "This app"
     target = _name(modules, lambda value: _is_application_of(value, cls))
-    if target is None:
-        fix = f"Bind the deployment, application = {cls.__name__}.bind(), and serve application."
-    else:
-        fix = (
-            f"Serve {target}: `ingress run {target}`, `uvicorn {target}` or "
-            f"`fastapi run -e {target}`."
-        )
+    fix = (
+        f"Serve {target}: `ingress run {target}`, `uvicorn {target}` or `fastapi run -e {target}`."
+        if target
+        else f"Bind the deployment, application = {cls.__name__}.bind(), and serve application."
+    )
     return f"{this} is served without its deployment {cls.__name__}, which has its methods. {fix}"
 
 
 def _name(modules: Iterable[ModuleType], is_it: Callable[[object], bool]) -> str | None:
     """Return MODULE:NAME of the first value that `is_it` accepts."""
-    for module in modules:
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if is_it(value):
-                return f"{module.__name__}:{name}"
-    return None
+    found = (
+        f"{module.__name__}:{name}"
+        for module in modules
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if is_it(value)
+    )
+    return next(found, None)
 
 
 def _is_application_of(value: Any, cls: type) -> bool:

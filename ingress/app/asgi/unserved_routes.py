@@ -73,9 +73,12 @@ def _elsewhere(
     for name, other in _apps_beside(cls):
         for served in served_routes(other.routes) if other is not app else ():
             func = getattr(served, "endpoint", None)
-            if func is None or id(func) in tree.endpoints or not tree.methods.owns(func):
-                continue
-            if not _is_served(func, other):
+            if (
+                func is not None
+                and id(func) not in tree.endpoints
+                and tree.methods.owns(func)
+                and not _is_served(func, other)
+            ):
                 yield name, other, func
 
 
@@ -133,9 +136,8 @@ def _is_served(func: Callable[..., object], app: object) -> bool:
 def _apps_beside(cls: type) -> Iterator[tuple[str, Starlette | Router]]:
     """Yield the apps and routers, with their names, of the modules of a class and its bases."""
     for module in dict.fromkeys(base.__module__ for base in cls.__mro__):
-        for name, value in list(vars(sys.modules.get(module, object)).items()):
-            if isinstance(value, (Starlette, Router)):
-                yield name, value
+        named = list(vars(sys.modules.get(module, object)).items())
+        yield from ((name, app) for name, app in named if isinstance(app, (Starlette, Router)))
 
 
 def _warn(text: str, func: Callable[..., object]) -> None:

@@ -136,12 +136,15 @@ def warn_of_capacity(deployment: str, func_or_class: type | FunctionType, max_on
 
 
 class Batcher:
-    """One decorated function. Thread-safe: each loop has queues of its own."""
+    """One decorated function. Thread-safe: each loop has queues of its own.
 
-    __slots__ = ("_arity", "_handler", "_has_receiver", "_limits", "_lock", "_queues", "_signature")
+    `handler` is the user's function, with its options that do not change.
+    """
+
+    __slots__ = ("_arity", "_has_receiver", "_limits", "_lock", "_queues", "_signature", "handler")
 
     def __init__(self, handler: Handler, limits: Limits) -> None:
-        self._handler = handler
+        self.handler = handler
         self._lock = threading.Lock()  # for changes of the limits
         self._limits = limits
         parameters = list(inspect.signature(handler.func).parameters.values())
@@ -161,9 +164,9 @@ class Batcher:
 
     def decorated(self) -> Callable[..., Any]:
         """Return the function that takes the place of the user's function."""
-        func: Any = self._handler.func
+        func: Any = self.handler.func
         wrapper: Any
-        if self._handler.streams:
+        if self.handler.streams:
 
             @wraps(func)
             def stream(*args: object, **kwargs: object) -> AsyncGenerator[object, None]:
@@ -186,11 +189,6 @@ class Batcher:
         if inspect.isfunction(func):
             func.__ingress_batched__ = func  # type: ignore[attr-defined]  # for `check_routes`
         return wrapper  # type: ignore[no-any-return]
-
-    @property
-    def handler(self) -> Handler:
-        """The decorated function, and its options that do not change."""
-        return self._handler
 
     def limits(self, replica: ReplicaRuntime | None = None) -> Limits:
         """Return the limits of a replica, by default of the current one."""
@@ -286,7 +284,7 @@ class Batcher:
             try:
                 bound = self._signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{self._handler.name}(): {error}") from None
+                raise TypeError(f"{self.handler.name}(): {error}") from None
             # Without the defaults: the handler does not expect a list of them.
             args, kwargs = bound.args, bound.kwargs
             names = frozenset(kwargs)
@@ -301,7 +299,7 @@ class Batcher:
         if queue is None:
             self._forget_closed_loops()
             queue = self._queues[key] = BatchQueue(
-                self._handler,
+                self.handler,
                 instance,
                 replica,
                 loop,
@@ -324,23 +322,22 @@ class Batcher:
                 queue.forget()
 
     def warn_of_capacity(self, deployment: str, max_ongoing: int) -> None:
-        size, concurrent = self._limits.max_batch_size, self._handler.max_concurrent_batches
+        size, concurrent = self._limits.max_batch_size, self.handler.max_concurrent_batches
         # With a `batch_size_fn` the size is no number of calls.
-        if self._handler.batch_size_fn is None and size * concurrent > max_ongoing:
+        if self.handler.batch_size_fn is None and size * concurrent > max_ongoing:
             # The text is Ray 2.60.0's.
             logger.warning(
                 "'%s' of deployment '%s': `max_batch_size` (%d) * `max_concurrent_batches` (%d) is "
                 "larger than `max_ongoing_requests` (%d). This means the replica will never "
                 "achieve the configured `max_batch_size` concurrently. Please update "
                 "`max_ongoing_requests` to be >= `max_batch_size` * `max_concurrent_batches`.",
-                *(self._handler.name, deployment, size, concurrent, max_ongoing),
+                *(self.handler.name, deployment, size, concurrent, max_ongoing),
             )
 
 
 def _is_whole(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    return is_whole and not isinstance(value, bool)
 
 
 def _size(value: Any) -> int:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ingress.app.config_file.models import ServeConfig
 from ingress.app.config_file.reading import ConfigFileError, Key, Node, Place, Where
@@ -19,7 +19,7 @@ from ingress.core.base.options import Options
 
 MOST_LINES = 100
 T = TypeVar("T")
-Unknown = tuple[Where, Key, type[BaseModel]]
+Unknown = tuple[Where, Key, type[Options]]
 """The way to a key that is no option, the key, and the model of the options beside it."""
 
 
@@ -57,54 +57,43 @@ def written(where: Where) -> str:
     return text
 
 
-def _unknown(node: Node, model: type[BaseModel], where: Where) -> Iterator[tuple[Place, Unknown]]:
-    """Yield each key, at any depth, that is no option."""
-    if not isinstance(node.value, dict):
-        return  # the validation says so
-    fields = model.model_fields
-    for key, value in node.value.items():
-        field = fields.get(key) if isinstance(key, str) else None
-        if field is None:
-            yield node.keys[key], (where, key, model)
-            continue
-        yield from _inside(value, field.annotation, (*where, key))
-
-
-def _inside(node: Node, annotation: object, where: Where) -> Iterator[tuple[Place, Unknown]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield from _unknown(node, annotation, where)
-        return
-    origin = get_origin(annotation)
-    arguments = get_args(annotation)
-    if origin is Annotated:
-        yield from _inside(node, arguments[0], where)
-    elif origin in (Union, types.UnionType):
-        for each in arguments:
-            yield from _inside(node, each, where)
+def _unknown(node: Node, annotation: object, where: Where) -> Iterator[tuple[Place, Unknown]]:
+    """Yield each key, at any depth, that is no option. Values of a wrong type are not looked at."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Options):
+        for key, value in node.value.items() if isinstance(node.value, dict) else ():
+            if (field := annotation.model_fields.get(key)) is None:
+                yield node.keys[key], (where, key, annotation)
+            else:
+                yield from _unknown(value, field.annotation, (*where, key))
     elif origin is list and isinstance(node.value, list):
         for number, each in enumerate(node.value):
-            yield from _inside(each, arguments[0], (*where, number))
+            yield from _unknown(each, arguments[0], (*where, number))
+    elif origin in (Annotated, Union, types.UnionType):
+        for each in arguments:
+            yield from _unknown(node, each, where)
 
 
 def _advice_on(unknown: Unknown) -> str:
     where, key, model = unknown
-    return f"{written((*where, str(key)))} {_advice(key, model)}"
-
-
-def _advice(key: Key, model: type[BaseModel]) -> str:
+    told = f"{written((*where, str(key)))} is not an option; "
+    if advice := model.elsewhere.get(str(key)):
+        return told + advice.rstrip(".")
     names = sorted(model.model_fields)
-    elsewhere = model.elsewhere if issubclass(model, Options) else {}
-    if isinstance(key, str) and key in elsewhere:
-        return f"is not an option; {elsewhere[key].rstrip('.')}"
     nearest = difflib.get_close_matches(str(key), names, n=1)
-    if nearest:
-        return f"is not an option; did you mean {nearest[0]}?"
-    return f"is not an option; the options are {', '.join(names)}"
+    return told + (
+        f"did you mean {nearest[0]}?" if nearest else f"the options are {', '.join(names)}"
+    )
 
 
-def _flat(error: ValidationError, where: Where) -> Iterator[tuple[Where, str]]:
+def _causes(error: BaseException, where: Where) -> Iterator[tuple[Where, str]]:
     """Yield path and text of each mistake, also of those in options inside of options."""
-    for each in error.errors(include_url=False):
+    # `Options.__init__` makes one line of an error with all mistakes, which is its context.
+    whole = error if isinstance(error, ValidationError) else error.__context__
+    if not isinstance(whole, ValidationError):
+        yield where, f"{_path_of((*where, ''))}{error}"
+        return
+    for each in whole.errors(include_url=False):
         inside = (*where, *each["loc"])
         context = each.get("ctx", {}).get("error")
         if isinstance(context, ValueError):
@@ -116,16 +105,6 @@ def _flat(error: ValidationError, where: Where) -> Iterator[tuple[Where, str]]:
         else:
             expected = each["msg"].replace("Input should be", "must be")
             yield inside, f"{written(inside)} {expected}, got {_shown(each['input'])}"
-
-
-def _causes(error: ValueError, where: Where) -> Iterator[tuple[Where, str]]:
-    # `Options.__init__` makes one line of an error with all mistakes, which is its context.
-    if isinstance(error, ValidationError):
-        yield from _flat(error, where)
-    elif isinstance(error.__context__, ValidationError):
-        yield from _flat(error.__context__, where)
-    else:
-        yield where, f"{_path_of((*where, ''))}{error}"
 
 
 def _path_of(where: Where) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ingress.app.config_file.loading import ConfigFile, Loaded
+from ingress.app.config_file.loading import ConfigFile, Loaded, stamp_of
 from ingress.app.declaration.build import build
 from ingress.config import DeploymentConfig
 
@@ -34,15 +34,13 @@ class Difference:
 
 def for_new_processes(old: ConfigFile, new: ConfigFile) -> list[str]:
     """Return what differs and belongs to the whole process. Raises `ValueError` for conflicts."""
-    found = [
-        name
-        for name in ("http_options", "logging_config")
-        if getattr(old.config, name) != getattr(new.config, name)
-    ]
-    if old.config.environment() != new.config.environment():
-        found.append("env_vars")
-    if old.folder() != new.folder():
-        found.append("working_dir")
+    whole = {
+        "http_options": (old.config.http_options, new.config.http_options),
+        "logging_config": (old.config.logging_config, new.config.logging_config),
+        "env_vars": (old.config.environment(), new.config.environment()),
+        "working_dir": (old.folder(), new.folder()),
+    }
+    found = [name for name, (before, after) in whole.items() if before != after]
     before_by_name = {each.name: each for each in old.config.applications}
     for each in new.config.applications:
         earlier = before_by_name.get(each.name, each)
@@ -126,27 +124,14 @@ class CodeFiles:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [each.resolve() for each in folders]
-        self._times = {path: _time_of(path) for path in self._paths()}
+        self._stamps = {path: stamp_of(path) for path in self._paths()}
 
     def changed(self) -> list[str]:
         """Return the names of the files that have changed, sorted."""
-        return sorted(path.name for path, time in self._times.items() if _time_of(path) != time)
+        return sorted(path.name for path, each in self._stamps.items() if stamp_of(path) != each)
 
     def _paths(self) -> set[Path]:
-        found = set()
-        for module in list(sys.modules.values()):
-            name = getattr(module, "__file__", None)
-            if not isinstance(name, str):
-                continue
-            path = Path(name)
-            is_ours = any(path.is_relative_to(each) for each in self._folders)
-            if is_ours and "site-packages" not in path.parts:
-                found.add(path)
-        return found
-
-
-def _time_of(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+        names = [getattr(each, "__file__", None) for each in list(sys.modules.values())]
+        paths = {Path(each) for each in names if isinstance(each, str)}
+        found = {each for each in paths if any(map(each.is_relative_to, self._folders))}
+        return {each for each in found if "site-packages" not in each.parts}

@@ -42,11 +42,6 @@ def _import_path(value: str) -> str:
     return value
 
 
-def _prefix(value: str | None) -> str | None:
-    check_prefix(value)
-    return value
-
-
 def _name(value: str) -> str:
     if not value:
         raise ValueError("an application's name must not be empty; leave it out for 'default'")
@@ -131,7 +126,7 @@ class ApplicationConfig(Options):
     }
 
     name: Annotated[str, AfterValidator(_name)] = "default"
-    route_prefix: Annotated[str | None, AfterValidator(_prefix)] = "/"
+    route_prefix: Annotated[str | None, AfterValidator(check_prefix)] = "/"
     import_path: Annotated[str, AfterValidator(_import_path)]
     args: dict[str, Any] = Field(default_factory=dict)
     runtime_env: RuntimeEnv = Field(default_factory=RuntimeEnv)
@@ -147,19 +142,17 @@ class ApplicationConfig(Options):
 
     def for_a_cluster(self) -> list[str]:
         """Return the options with values that only a cluster acts on."""
-        found = [f"runtime_env.{name}" for name in self.runtime_env.changed()]
-        found = [each for each in found if each not in _HERE]
+        found = [f"runtime_env.{name}" for name in self.runtime_env.changed() if name not in _HERE]
         if self.runtime_env.is_remote:
             found.append("runtime_env.working_dir (it is remote)")
         found += [name for name in self.changed() if name in _CLUSTER_APPLICATION]
         for each in self.deployments:
-            options = [f"{name}={value!r}" for name, (value, _) in for_a_cluster(each).items()]
-            options += options_not_acted_on(each)
-            found += [f"{option} of {each.name}" for option in options]
+            given = [f"{name}={value!r}" for name, (value, _) in for_a_cluster(each).items()]
+            found += [f"{one} of {each.name}" for one in (*given, *options_not_acted_on(each))]
         return found
 
 
-_HERE = ("runtime_env.env_vars", "runtime_env.working_dir")
+_HERE = ("env_vars", "working_dir")
 _CLUSTER_APPLICATION = ("autoscaling_policy", "external_scaler_enabled")
 
 
@@ -213,9 +206,11 @@ class ServeConfig(Options):
             found.append("proxy_location (this process always serves HTTP)")
         if self.grpc_options.grpc_servicer_functions:
             found.append(f"grpc_options.grpc_servicer_functions ({_GRPC})")
-        for each in self.applications:
-            found += [f"{option} of application {each.name!r}" for option in each.for_a_cluster()]
-        return found
+        return found + [
+            f"{option} of application {each.name!r}"
+            for each in self.applications
+            for option in each.for_a_cluster()
+        ]
 
     def environment(self) -> dict[str, str]:
         """Return the variables of all applications.

@@ -102,8 +102,7 @@ def effective(
     yield from look.logging(log_level)
     for number, each in enumerate(loaded):
         yield from look.application(number, each)
-    for variable in SETTINGS:
-        yield look.variable(variable, value_of(variable, settings))
+    yield from (look.variable(each, value_of(each, settings)) for each in SETTINGS)
 
 
 def value_of(variable: str, settings: Settings) -> object:
@@ -197,12 +196,11 @@ class _Look:
         for name in ("name", "route_prefix", "import_path", "args"):
             in_file = name in config.model_fields_set
             yield self._chosen((*around, name), getattr(config, name), in_file, False)
+        env: Where = (*around, "runtime_env")
         for name, value in config.runtime_env.env_vars.items():
-            where: Where = (*around, "runtime_env", "env_vars", name)
-            yield self._chosen(where, value, True, False)
-        if config.runtime_env.working_dir is not None:
-            where = (*around, "runtime_env", "working_dir")
-            yield self._chosen(where, config.runtime_env.working_dir, True, False)
+            yield self._chosen((*env, "env_vars", name), value, True, False)
+        if (folder := config.runtime_env.working_dir) is not None:
+            yield self._chosen((*env, "working_dir"), folder, True, False)
         code = {each.name: each.deployment.config for each in _built(loaded.written)}
         given = {each.name: each.model_fields_set for each in config.deployments}
         now = {each.name: each for each in _built(loaded.application)}

@@ -1,17 +1,19 @@
 """YAML text as a tree of nodes that know their line and column.
 
     a file of more than `MOST_BYTES`       refused before it is parsed
-    nesting deeper than `DEEPEST`          refused at the first value that is too deep
+    nesting deeper than `DEEPEST`          refused at the first value, or alias, that is too deep
     aliases that expand to more values
-    than `MOST_VALUES`                     refused at the alias: each alias counts with its target
+    than `MOST_VALUES`                     refused where they are: an alias counts with its target
     a key that occurs twice                refused at the second one
 
-The tree is built from the parser's events, not by recursion: no text can exhaust the stack.
+The tree is built from the parser's events. PyYAML's own `compose` loses the places of aliases, and
+recurses as deep as a text is nested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ _LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _RESOLVER = yaml.resolver.Resolver()
 _MERGE = "tag:yaml.org,2002:merge"
 _TEXT = "tag:yaml.org,2002:str"
+_TOO_DEEP = f"nested more than {DEEPEST} levels deep"
 _COLLECTIONS = (None, "!", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 Key = str | int | float | bool | None
@@ -55,21 +58,23 @@ class Place:
 class Node:
     """One value of a file: a dict or a list of nodes, or a scalar.
 
-    `size` counts the values in it, those behind an alias each time. `keys` has the places of a
-    dict's keys.
+    `size` counts the values in it, those behind an alias each time, `height` the levels of dicts
+    and lists. `keys` has the places of a dict's keys.
     """
 
     place: Place
     value: Any
     keys: dict[Key, Place] = field(default_factory=dict)
     size: int = 1
+    height: int = 0
 
     def plain(self) -> object:
         """Return the value without places."""
-        if isinstance(self.value, dict):
-            return {key: each.plain() for key, each in self.value.items()}
-        if isinstance(self.value, list):
-            return [each.plain() for each in self.value]
+        match self.value:
+            case dict():
+                return {key: each.plain() for key, each in self.value.items()}
+            case list():
+                return [each.plain() for each in self.value]
         return self.value
 
     def at(self, where: Iterable[str | int]) -> Place:
@@ -99,8 +104,7 @@ def read(path: Path) -> Node:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        before = data[: error.start]
-        place = Place(before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
+        place = _end_of(data[: error.start].decode("utf-8-sig"))
         raise ConfigFileError([f"{path}:{place}: not UTF-8; save the file as UTF-8"]) from None
     return parse(text, str(path))
 
@@ -108,95 +112,63 @@ def read(path: Path) -> Node:
 def parse(text: str, name: str) -> Node:
     """Return the top of a text; `name` is that of its file. Raises `ConfigFileError`."""
     try:
-        return _Tree(name).grown(yaml.parse(text, Loader=_LOADER))
+        return _Tree(name, yaml.parse(text, Loader=_LOADER)).top()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f":{_place(mark)}"
         problem = error.problem or error.context or "not YAML"
         raise ConfigFileError([f"{name}{place}: {problem}"]) from None
     except yaml.YAMLError as error:  # of the reader: a character that YAML does not allow
-        position = getattr(error, "position", 0)
-        before = text[: position or 0]
-        place = f":{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        end = _end_of(text[: getattr(error, "position", None) or 0])
         problem = " ".join(str(error).split())
-        raise ConfigFileError([f"{name}{place}: {problem}"]) from None
-
-
-@dataclass(slots=True)
-class _Open:
-    """A mapping or sequence whose end has not come. `key` waits for its value."""
-
-    node: Node
-    anchor: str | None
-    key: Key = None
-    has_key: bool = False
-    merged: list[Node] = field(default_factory=list)
-    is_merge: bool = False
+        raise ConfigFileError([f"{name}:{end}: {problem}"]) from None
 
 
 class _Tree:
-    """The tree of one text, while the parser's events come."""
+    """The tree of one text, grown by recursion from the parser's events."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._open: list[_Open] = []
+    def __init__(self, name: str, events: Iterator[yaml.Event]) -> None:
+        self._name, self._events = name, events
         self._anchors: dict[str, Node | None] = {}  # `None` while the anchored value is open
-        self._top: Node | None = None
-        self._documents = 0
+        self._depth = 0
 
-    def grown(self, events: Iterable[yaml.Event]) -> Node:
-        for event in events:
-            self._take(event)
-        if self._top is None or self._top.value is None:
+    def top(self) -> Node:
+        found: Node | None = None
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent) and found is not None:
+                raise self._wrong(event, "a second document begins here; a file has one")
+            if isinstance(event, yaml.NodeEvent):
+                found = self._node(event)
+        if found is None or found.value is None:
             raise ConfigFileError([f"{self._name}:1:1: the file is empty; it needs `applications`"])
-        return self._top
+        return found
 
-    def _take(self, event: yaml.Event) -> None:
-        match event:
-            case yaml.ScalarEvent():
-                self._take_scalar(event)
-            case yaml.DocumentStartEvent():
-                self._documents += 1
-                if self._documents > 1:
-                    raise self._wrong(event, "a second document begins here; a file has one")
-            case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
-                if event.tag not in _COLLECTIONS:
-                    raise self._wrong(event, f"the tag {event.tag!r} is not allowed here")
-                if len(self._open) >= DEEPEST:
-                    raise self._wrong(event, f"nested more than {DEEPEST} levels deep")
-                value: dict[Key, Node] | list[Node] = (
-                    {} if isinstance(event, yaml.MappingStartEvent) else []
-                )
-                if event.anchor:
-                    self._anchors[event.anchor] = None
-                self._open.append(_Open(Node(_place(event.start_mark), value), event.anchor))
-            case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
-                ended = self._open.pop()
-                _merge(ended)
-                if ended.anchor:
-                    self._anchors[ended.anchor] = ended.node
-                self._put(ended.node, event)
-            case yaml.AliasEvent():
-                found = self._anchors.get(event.anchor)
-                if event.anchor not in self._anchors:
-                    raise self._wrong(event, f"there is no anchor &{event.anchor} before this")
-                if found is None:
-                    raise self._wrong(event, f"*{event.anchor} is inside of its own anchor")
-                self._put(found, event)
-
-    def _take_scalar(self, event: yaml.Event) -> None:
-        tag = event.tag
-        if tag is None or tag == "!":
-            tag = _RESOLVER.resolve(yaml.ScalarNode, event.value, event.implicit)
-        if tag == _MERGE and self._is_key():
-            self._open[-1].is_merge = self._open[-1].has_key = True
-            return
-        node = Node(_place(event.start_mark), self._scalar(event, tag))
+    def _node(self, event: yaml.Event) -> Node:
+        """Return the value that begins with an event, with all that is in it."""
+        if isinstance(event, yaml.AliasEvent):
+            return self._known(event)
+        node = Node(_place(event.start_mark), None)
+        if event.anchor:
+            self._anchors[event.anchor] = None
+        if isinstance(event, yaml.ScalarEvent):
+            node.value = self._scalar(event)
+        else:
+            self._fill(node, event)
         if event.anchor:
             self._anchors[event.anchor] = node
-        self._put(node, event)
+        return node
 
-    def _scalar(self, event: yaml.Event, tag: str) -> object:
+    def _known(self, event: yaml.Event) -> Node:
+        if event.anchor not in self._anchors:
+            raise self._wrong(event, f"there is no anchor &{event.anchor} before this")
+        if (node := self._anchors[event.anchor]) is None:
+            raise self._wrong(event, f"*{event.anchor} is inside of its own anchor")
+        if self._depth + node.height > DEEPEST:
+            raise self._wrong(event, _TOO_DEEP)
+        return node
+
+    def _scalar(self, event: yaml.Event) -> object:
+        tag = _tag_of(event)
         if tag == _TEXT:  # as the constructor below does, which takes 10 us
             return event.value
         try:
@@ -210,62 +182,75 @@ class _Tree:
             raise self._wrong(event, f"the tag {tag!r} is not allowed here")
         return value
 
-    def _is_key(self) -> bool:
-        return (
-            bool(self._open)
-            and isinstance(self._open[-1].node.value, dict)
-            and not self._open[-1].has_key
-        )
-
-    def _put(self, node: Node, event: yaml.Event) -> None:
-        """Put a complete value into the open mapping or sequence, as a key or a value."""
-        if not self._open:
-            self._top = node
-            return
-        top = self._open[-1]
-        inside = top.node.value
-        if isinstance(inside, list):
-            inside.append(node)
-        elif not top.has_key:
-            self._set_key(top, node, event)
-            return
-        elif top.is_merge:
-            parts = node.value if isinstance(node.value, list) else [node]
-            if not all(isinstance(each.value, dict) for each in parts):
-                raise self._wrong(event, "<<: needs a mapping, or a list of mappings")
-            top.merged.extend(parts)
-            top.has_key = top.is_merge = False
+    def _fill(self, node: Node, event: yaml.Event) -> None:
+        """Take the values of a mapping or a sequence, up to its end."""
+        if event.tag not in _COLLECTIONS:
+            raise self._wrong(event, f"the tag {event.tag!r} is not allowed here")
+        if self._depth >= DEEPEST:
+            raise self._wrong(event, _TOO_DEEP)
+        self._depth += 1
+        if isinstance(event, yaml.MappingStartEvent):
+            inside = self._fill_mapping(node)
         else:
-            inside[top.key] = node
-            top.has_key = False
-        top.node.size += node.size
-        if top.node.size > MOST_VALUES:
+            inside = node.value = list(map(self._node, self._up_to_end()))
+        self._depth -= 1
+        node.size += sum(each.size for each in inside)
+        node.height = 1 + max((each.height for each in inside), default=0)
+        if node.size > MOST_VALUES:
             raise self._wrong(event, f"more than {MOST_VALUES:,} values, with aliases expanded")
 
-    def _set_key(self, top: _Open, node: Node, event: yaml.Event) -> None:
-        if not isinstance(node.value, str | int | float | bool | None):
+    def _up_to_end(self) -> Iterator[yaml.Event]:
+        return itertools.takewhile(
+            lambda e: not isinstance(e, yaml.CollectionEndEvent), self._events
+        )
+
+    def _fill_mapping(self, node: Node) -> list[Node]:
+        """Take keys and values, and those of `<<:` that it does not have itself."""
+        own, merged = {}, []
+        for event in self._up_to_end():
+            if isinstance(event, yaml.ScalarEvent) and _tag_of(event) == _MERGE:
+                merged += self._mappings(next(self._events))
+            else:
+                key = self._key(node, event)
+                own[key] = self._node(next(self._events))
+        node.value = own
+        for each in merged:  # of two that have a key, the first wins
+            node.value = {**each.value, **node.value}
+            node.keys = {**each.keys, **node.keys}
+        return [*own.values(), *merged]
+
+    def _mappings(self, event: yaml.Event) -> list[Node]:
+        node = self._node(event)
+        parts = node.value if isinstance(node.value, list) else [node]
+        if not all(isinstance(each.value, dict) for each in parts):
+            raise self._wrong(event, "<<: needs a mapping, or a list of mappings")
+        return parts
+
+    def _key(self, node: Node, event: yaml.Event) -> Key:
+        key: Key = self._node(event).value
+        if not isinstance(key, str | int | float | bool | None):
             raise self._wrong(event, "a key must be a name, not a mapping or a list")
-        if node.value in top.node.value:
-            first = top.node.keys[node.value]
+        if key in node.keys:
+            first = node.keys[key]
             raise self._wrong(
-                event, f"the key {node.value!r} occurs twice, first at {first}; remove one of them"
+                event, f"the key {key!r} occurs twice, first at {first}; remove one of them"
             )
-        top.key, top.has_key = node.value, True
-        top.node.keys[node.value] = _place(event.start_mark)
+        node.keys[key] = _place(event.start_mark)
+        return key
 
     def _wrong(self, event: yaml.Event, problem: str) -> ConfigFileError:
         return ConfigFileError([f"{self._name}:{_place(event.start_mark)}: {problem}"])
 
 
-def _merge(ended: _Open) -> None:
-    """Add the keys of `<<:` that the mapping does not have itself; earlier mappings win."""
-    node = ended.node
-    for each in ended.merged:
-        for key, value in each.value.items():
-            if key not in node.value:
-                node.value[key] = value
-                node.keys[key] = each.keys[key]
+def _tag_of(event: yaml.Event) -> str:
+    if event.tag not in (None, "!"):
+        return str(event.tag)
+    return str(_RESOLVER.resolve(yaml.ScalarNode, event.value, event.implicit))
 
 
 def _place(mark: yaml.Mark) -> Place:
     return Place(mark.line + 1, mark.column + 1)
+
+
+def _end_of(text: str) -> Place:
+    return Place(text.count("\n") + 1, len(text) - text.rfind("\n"))

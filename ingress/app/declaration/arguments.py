@@ -71,11 +71,10 @@ class _Replacement(Generic[K]):
             return known
         made: T = _new_like(value)
         self._copies[id(value)] = made
-        attributes = _dict_of(value)
+        attributes = dict_of(value)
         if attributes:
-            values = {name: self.of(each) for name, each in attributes.items()}
-            _dict_of(made).update(values)
-        for slot, each in _slots_of(value):
+            dict_of(made).update({name: self.of(each) for name, each in attributes.items()})
+        for slot, each in slots_of(value):
             slot.__set__(made, self.of(each))
         return made
 
@@ -113,9 +112,8 @@ def _parts(value: Any) -> Iterator[object]:
     elif issubclass(cls, CONTAINERS):
         yield from value
     elif _is_looked_into(cls):
-        yield from list(_dict_of(value).values())
-        for _, each in _slots_of(value):
-            yield each
+        yield from list(dict_of(value).values())
+        yield from (each for _, each in slots_of(value))
 
 
 def _is_looked_into(cls: type) -> bool:
@@ -124,7 +122,7 @@ def _is_looked_into(cls: type) -> bool:
     return not any(isinstance(each, FunctionType) for each in (cls.__reduce__, cls.__reduce_ex__))
 
 
-def _dict_of(value: object) -> dict[str, object]:
+def dict_of(value: object) -> dict[str, object]:
     """Return the instance's own attributes; an empty dict if it has no place for any."""
     try:
         found = object.__getattribute__(value, "__dict__")
@@ -133,7 +131,8 @@ def _dict_of(value: object) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _slots_of(value: object) -> Iterator[tuple[MemberDescriptorType, object]]:
+def slots_of(value: object) -> Iterator[tuple[MemberDescriptorType, object]]:
+    """Yield the slots of an object that are set, with their values."""
     for cls in type(value).__mro__:
         if "__slots__" not in vars(cls):
             continue

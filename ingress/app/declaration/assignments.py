@@ -19,18 +19,19 @@ def place_of(module_name: str, name: str) -> tuple[str, int]:
         return shown(file), 0
     first, _, rest = name.partition(".")
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if node.name == first.partition("(")[0]:
-                return shown(file), _line_in(node, rest)
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and first in _targets(node):
-            return shown(file), node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if first == (alias.asname or alias.name):
-                    origin = _origin(node, module_name)
-                    if origin in sys.modules and origin != module_name:
-                        return place_of(origin, ".".join(filter(None, [alias.name, rest])))
-                    return shown(file), node.lineno
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if node.name == first.partition("(")[0]:
+                    return shown(file), _line_in(node, rest)
+            case ast.Assign() | ast.AnnAssign() if first in _targets(node):
+                return shown(file), node.lineno
+            case ast.ImportFrom():
+                for alias in node.names:
+                    if first == (alias.asname or alias.name):
+                        origin = _origin(node, module_name)
+                        if origin in sys.modules and origin != module_name:
+                            return place_of(origin, ".".join(filter(None, [alias.name, rest])))
+                        return shown(file), node.lineno
     return shown(file), 0
 
 
@@ -41,11 +42,16 @@ def _line_in(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, rest: 
     return next((each.lineno for each in found if name in _targets(each)), node.lineno)
 
 
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    """Return what a statement, or a `:=`, assigns to or deletes; nothing for any other node."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) else []
+
+
 def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {
-        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
-    }
+    nodes = (each for target in targets_of(node) for each in ast.walk(target))
+    return {each.id for each in nodes if isinstance(each, ast.Name)}
 
 
 def _origin(node: ast.ImportFrom, module: str) -> str:
@@ -57,9 +63,9 @@ def _origin(node: ast.ImportFrom, module: str) -> str:
     return ".".join([*parts, *filter(None, [node.module])])
 
 
-def shown(file: str) -> str:
+def shown(file: str | Path) -> str:
     """Return a path as it is shown: relative to the current folder, if it is below."""
     try:
         return str(Path(file).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
-        return file
+        return str(file)

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, count
 from types import FunctionType, MappingProxyType
 from typing import Any
 from weakref import WeakSet
@@ -150,11 +151,7 @@ def fill(
 
     Containers and objects with a slot are copied; all others are the user's own.
     """
-
-    def handle(slot: HandleSlot) -> object:
-        return make_handle(slot.deployment_name)
-
-    return replaced((args, kwargs), HandleSlot, handle)
+    return replaced((args, kwargs), HandleSlot, lambda slot: make_handle(slot.deployment_name))
 
 
 @dataclass(slots=True)
@@ -176,23 +173,22 @@ class _Flattening:
                 "with serve.get_deployment_handle(name)"
             )
         self.unfinished.append(node)
-        args, kwargs = replaced((node.init_args, node.init_kwargs), Application, self._slot)
+        args, kwargs = replaced(
+            (node.init_args, node.init_kwargs),
+            Application,
+            lambda each: HandleSlot(self.add(each).name),
+        )
         name = self._free_name(node)
         self.built[node] = BuiltDeployment(name, node.deployment, args, kwargs)
         self.unfinished.pop()
         return self.built[node]
 
-    def _slot(self, node: Application) -> HandleSlot:
-        return HandleSlot(self.add(node).name)
-
     def _free_name(self, node: Application) -> str:
         wanted = node.deployment.name
         taken = {built.name for built in self.built.values()}
-        name, number = wanted, 0
-        while name in taken:
-            number += 1
-            name = f"{wanted}_{number}"
-        if number and node not in _told:
+        names = chain([wanted], (f"{wanted}_{number}" for number in count(1)))
+        name = next(each for each in names if each not in taken)
+        if name != wanted and node not in _told:
             _told.add(node)
             logger.warning(
                 "application %r has several deployments named %r; this one is now %r. "

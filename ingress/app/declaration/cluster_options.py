@@ -85,11 +85,12 @@ def for_a_cluster(config: DeploymentConfig) -> dict[str, tuple[object, str]]:
         if getattr(config, name)
     }
     routing = config.request_router_config
-    for name in _STATISTICS:
-        if routing is not None and name in routing.model_fields_set:
-            value = getattr(routing, name)
-            found[f"request_router_config.{name}"] = value, _NO_STATISTICS
-    return found
+    given = () if routing is None else routing.model_fields_set
+    return found | {
+        f"request_router_config.{name}": (getattr(routing, name), _NO_STATISTICS)
+        for name in _STATISTICS
+        if name in given
+    }
 
 
 def without_cluster_options(options: Mapping[str, object]) -> dict[str, object]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
+from ingress.app.declaration.assignments import targets_of
 from ingress.core.execution.execution import Kind, kind
 
 Makes = Callable[[object], bool]
@@ -141,19 +142,21 @@ class _Scope:
 
     def _maker(self, value: ast.expr) -> str:
         """Return the maker of the object that an expression is, or that it holds, else ""."""
-        if isinstance(value, ast.Name):
-            return self._made.get(value.id, "")
-        if isinstance(value, ast.Await | ast.NamedExpr | ast.Starred):
-            return self._maker(value.value)
-        if isinstance(value, ast.Call):
-            return self._called(value)
-        parts: list[ast.expr] = []
-        if isinstance(value, ast.Tuple | ast.List | ast.Set):
-            parts = value.elts
-        elif isinstance(value, ast.Dict | ast.BoolOp):
-            parts = value.values
-        elif isinstance(value, ast.IfExp):
-            parts = [value.body, value.orelse]
+        match value:
+            case ast.Name():
+                return self._made.get(value.id, "")
+            case ast.Call():
+                return self._called(value)
+            case ast.Await(part) | ast.NamedExpr(_, part) | ast.Starred(part):
+                parts = [part]
+            case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+                pass
+            case ast.Dict(values=parts) | ast.BoolOp(values=parts):
+                pass
+            case ast.IfExp(_, body, other):
+                parts = [body, other]
+            case _:
+                return ""
         return next(filter(None, map(self._maker, parts)), "")
 
     def _called(self, call: ast.Call) -> str:
@@ -181,25 +184,20 @@ class _Scope:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    if isinstance(node, ast.Assign):
-        yield from ((target, node.value) for target in node.targets)
-    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-        yield node.target, node.value
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield from ((target, node.value) for target in targets_of(node))
 
 
 def _path(value: ast.expr) -> tuple[str, ...]:
     """Return the names of `a.b`, also of `a.b[key]` and of `a.b.get(key)`; () for other roots."""
     names: list[str] = []
     while not isinstance(value, ast.Name):
-        if isinstance(value, ast.Attribute):
-            names.append(value.attr)
-            value = value.value
-        elif isinstance(value, ast.Subscript):
-            names.clear()
-            value = value.value
-        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-            names.clear()
-            value = value.func.value
-        else:
-            return ()
+        match value:
+            case ast.Attribute(inner, name):
+                names.append(name)
+            case ast.Subscript(inner) | ast.Call(ast.Attribute(inner)):
+                names.clear()
+            case _:
+                return ()
+        value = inner
     return (value.id, *reversed(names))

@@ -66,10 +66,11 @@ def is_in_library(file: str) -> bool:
 
 def kind_of(value: object) -> str:
     """Return the type of an object that belongs to a loop, as a user knows it, "" for others."""
-    for cls in type(value).__mro__:
-        if _is_listed(_CLASSES, cls.__name__, cls.__module__):
-            return f"{cls.__module__.partition('.')[0].lstrip('_')}.{cls.__name__}"
-    return ""
+    classes = type(value).__mro__
+    listed = (each for each in classes if _is_listed(_CLASSES, each.__name__, each.__module__))
+    return next(
+        (f"{cls.__module__.partition('.')[0].lstrip('_')}.{cls.__name__}" for cls in listed), ""
+    )
 
 
 def _is_listed(table: Mapping[str, tuple[str, ...]], name: str, module: str) -> bool:
@@ -127,16 +128,15 @@ def kept_by(cls: type, known: Known) -> Iterator[tuple[str, str]]:
     """Yield the attributes that methods of a user's class set to such objects, with the maker."""
     for function in _methods(cls):
         makers = [*_makers(function, known)]
-        for attribute in _set_on_self(function.__code__, makers) if makers else ():
-            yield attribute, makers[0]
+        if makers:
+            yield from ((each, makers[0]) for each in _set_on_self(function.__code__, makers))
 
 
 def kept_in(cls: type, known: Known) -> Iterator[tuple[str, str]]:
     """Yield the attributes, containers, that methods of a user's class put such objects into."""
     for function in _methods(cls):
-        for each in put_in(function, known):
-            if each.path[0] == function.__code__.co_varnames[0]:
-                yield each.path[1], each.kind
+        first, filled = function.__code__.co_varnames[0], put_in(function, known)
+        yield from ((each.path[1], each.kind) for each in filled if each.path[0] == first)
 
 
 def stored_by(function: object) -> set[str]:
@@ -152,9 +152,8 @@ def _methods(cls: type) -> Iterator[FunctionType]:
         is_ours = base.__module__.partition(".")[0] == "ingress"
         if file is None or is_ours or is_in_library(file):
             continue
-        for function in [*vars(base).values()]:
-            if isinstance(function, FunctionType) and function.__code__.co_argcount:
-                yield function
+        functions = [each for each in [*vars(base).values()] if isinstance(each, FunctionType)]
+        yield from (each for each in functions if each.__code__.co_argcount)
 
 
 def _set_on_self(code: CodeType, makers: list[str]) -> Iterator[str]:
@@ -178,9 +177,8 @@ def _makers(function: FunctionType, known: Known) -> Iterator[str]:
     for key in sorted(names & function.__globals__.keys()):
         value = function.__globals__[key]
         if isinstance(value, ModuleType):
-            for attribute in sorted(names & vars(value).keys()):
-                if is_maker(vars(value)[attribute], known):
-                    yield f"{key}.{attribute}"
+            found = sorted(names & vars(value).keys())
+            yield from (f"{key}.{each}" for each in found if is_maker(vars(value)[each], known))
         elif is_maker(value, known):
             yield key
 

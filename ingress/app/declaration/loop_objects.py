@@ -30,6 +30,7 @@ from starlette.datastructures import State
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from ingress.app.declaration.arguments import dict_of, slots_of
 from ingress.app.declaration.assignments import place_of, shown
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.loop_makers import (
@@ -87,8 +88,7 @@ class LoopObject:
 
 def loop_objects(built: BuiltDeployment) -> Iterator[LoopObject]:
     """Yield the objects that belong to one event loop and that the deployment's code reaches."""
-    target = built.deployment.func_or_class
-    yield from _Walk(target).found(built)
+    yield from _Walk(built.deployment.func_or_class).found(built)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,7 @@ class _Walk:
         # By id, with the object itself: another one may not get the same id meanwhile.
         self._seen: dict[int, object] = {}
         self._told: set[tuple[str, str]] = set()
-        self._kept: dict[type, list[tuple[str, str]]] = {}
-        self._filled: dict[type, list[tuple[str, str]]] = {}
+        self._kept: dict[type, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {}
         self._known: Known = {}
         self._state: dict[str, object] = {}  # of the app, as all its replicas have it
         self._app = _Name("", "app")
@@ -128,8 +127,9 @@ class _Walk:
             *enumerate(built.init_args),
             *built.init_kwargs.items(),
         ]
-        call = _Name(target.__module__, f"{built.name}.bind")
-        waiting += [(value, _Name(call.module, f"{call.text}({key})"), 0) for key, value in given]
+        waiting += [
+            (each, _Name(target.__module__, f"{built.name}.bind({key})"), 0) for key, each in given
+        ]
         spec = getattr(target, "__ingress_spec__", None)
         if spec is not None and spec.app is not None:  # no builder, which makes it later
             self._seen[id(spec.app)] = spec.app  # its parts have names of their own
@@ -170,13 +170,12 @@ class _Walk:
                 maker = maker_in(value.default_factory, self._known)
                 if maker:
                     yield name, f"container of {maker}"
-            for attribute, maker in self._kept_by(value):
-                yield name.part(attribute), maker
+            yield from ((name.part(each), maker) for each, maker in self._kept_by(value))
 
     def _made_in(self, function: FunctionType, *, cached: bool) -> Iterator[tuple[_Name, str]]:
         module, label = function.__module__, _label(function)
-        for made, maker in made_in(function, self._known, cached=cached):
-            yield _Name(module, made, label), maker
+        found = made_in(function, self._known, cached=cached)
+        yield from ((_Name(module, made, label), maker) for made, maker in found)
         for each in put_in(function, self._known):
             first, *rest = each.path
             if first in function.__code__.co_freevars:
@@ -212,18 +211,18 @@ class _Walk:
         """Return the attributes that methods of the object will set, with the makers."""
         cls = type(value)
         if cls not in self._kept:  # a list may have thousands of instances of one class
-            self._kept[cls] = [*kept_by(cls, self._known)]
-            self._filled[cls] = [*kept_in(cls, self._known)]
-        kept = self._kept[cls]
+            self._kept[cls] = [*kept_by(cls, self._known)], [*kept_in(cls, self._known)]
+        kept, filled = self._kept[cls]
         if kept:
             there = dict(_attributes(value))  # the walk comes to these by itself
             kept = [each for each in kept if there.get(each[0]) is None]
-        return [*kept, *self._filled[cls]]
+        return [*kept, *filled]
 
     def _is_opaque(self, app: object) -> bool:
         """Return whether an app that is mounted is a library's, whose state is not known."""
         package = name_of(app).partition(".")[0]
-        return package not in _LOOPLESS and not self._is_users(_function_or_type(app).__module__)
+        maker: FunctionType | type = _function_of(app) or type(app)
+        return package not in _LOOPLESS and not self._is_users(maker.__module__)
 
     def _is_users(self, module: str | None) -> bool:
         """Return whether a module is the user's: of the deployment's package, or no library."""
@@ -239,35 +238,36 @@ class _Walk:
 
     def _parts(self, value: object, name: _Name, depth: int) -> Iterator[tuple[object, _Name, int]]:
         """Yield what `value` names, contains or consists of."""
-        if isinstance(value, FunctionType):
-            yield from self._parts_of_function(value, depth)
-        elif isinstance(value, MethodType):
-            yield value.__func__, name, depth
-            yield value.__self__, name, depth
-        elif isinstance(value, functools.partial):
-            yield from ((each, name, depth) for each in (value.func, *value.args))
-            yield from ((each, name, depth) for each in value.keywords.values())
-        elif isinstance(value, staticmethod | classmethod):
-            yield value.__func__, name, depth
-        elif isinstance(value, property):
-            yield from ((each, name, depth) for each in (value.fget, value.fset))
-        elif isinstance(value, type):
-            if self._is_users(value.__module__):
-                own = _Name(value.__module__, value.__qualname__)
-                yield from ((each, own.part(key), depth) for key, each in vars(value).items())
-                yield from ((each, name, depth) for each in value.__bases__)
-        elif isinstance(value, dict):
-            for key, each in _some(dict.items(value)):
-                part = _Name(name.module, f"{name.text}[{key!r}]", name.function)
-                yield each, part, depth
-        elif isinstance(value, _SEQUENCES):
-            iterate: Any = next(each.__iter__ for each in _SEQUENCES if isinstance(value, each))
-            yield from ((each, name, depth) for each in _some(iterate(value)))
-        elif depth < _DEPTH and not isinstance(value, ModuleType) and not _is_ours(value):
-            if self._is_users(type(value).__module__):
-                yield type(value), name, depth
-            for key, each in _attributes(value):
-                yield each, name.part(key), depth + 1
+        match value:
+            case FunctionType():
+                yield from self._parts_of_function(value, depth)
+            case MethodType():
+                yield value.__func__, name, depth
+                yield value.__self__, name, depth
+            case functools.partial():
+                parts = (value.func, *value.args, *value.keywords.values())
+                yield from ((each, name, depth) for each in parts)
+            case staticmethod() | classmethod():
+                yield value.__func__, name, depth
+            case property():
+                yield from ((each, name, depth) for each in (value.fget, value.fset))
+            case type():
+                if self._is_users(value.__module__):
+                    own = _Name(value.__module__, value.__qualname__)
+                    yield from ((each, own.part(key), depth) for key, each in vars(value).items())
+                    yield from ((each, name, depth) for each in value.__bases__)
+            case dict():
+                for key, each in _some(dict.items(value)):
+                    part = _Name(name.module, f"{name.text}[{key!r}]", name.function)
+                    yield each, part, depth
+            case list() | tuple() | set() | frozenset():
+                kind: Any = next(kind for kind in _SEQUENCES if isinstance(value, kind))
+                yield from ((each, name, depth) for each in _some(kind.__iter__(value)))
+            case _ if depth < _DEPTH and not isinstance(value, ModuleType) and not _is_ours(value):
+                if self._is_users(type(value).__module__):
+                    yield type(value), name, depth
+                attributes = _attributes(value)
+                yield from ((each, name.part(key), depth + 1) for key, each in attributes)
 
     def _parts_of_function(
         self, function: FunctionType, depth: int
@@ -280,15 +280,14 @@ class _Walk:
                 yield cell.cell_contents, own.part(key), depth
             except ValueError:
                 continue  # a variable that was never assigned to
-        for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            yield _dependency(each), own, depth
-        for each in vars(function).values():
-            yield each, own, depth
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        parts = (*map(_dependency, defaults), *vars(function).values())
+        yield from ((each, own, depth) for each in parts)
         if not self._is_users(function.__module__):
             return
         for annotation in function.__annotations__.values():
-            for each in getattr(annotation, "__metadata__", ()):
-                yield _dependency(each), own, depth
+            metadata = map(_dependency, getattr(annotation, "__metadata__", ()))
+            yield from ((each, own, depth) for each in metadata)
         names = names_of(function.__code__)
         for key in sorted(names & function.__globals__.keys()):
             value = function.__globals__[key]
@@ -325,10 +324,6 @@ def _function_of(value: object) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def _function_or_type(value: object) -> FunctionType | type:
-    return _function_of(value) or type(value)
-
-
 def _some(values: Iterable[T]) -> list[T]:
     """Return the first items of a container; none if another thread changes it meanwhile."""
     try:
@@ -339,21 +334,8 @@ def _some(values: Iterable[T]) -> list[T]:
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes that an instance has itself, without a line of its code."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        own = {}
-    if isinstance(own, dict):
-        yield from _some(own.items())
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            descriptor = cls.__dict__.get(slot)
-            if inspect.ismemberdescriptor(descriptor):
-                try:
-                    yield slot, descriptor.__get__(value, cls)
-                except AttributeError:
-                    continue
+    yield from _some(dict_of(value).items())
+    yield from ((slot.__name__, each) for slot, each in slots_of(value))
 
 
 def _dependency(value: object) -> object:
@@ -366,24 +348,27 @@ def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, object]]:
 
     An app of another kind, as `mount` may be, is yielded itself.
     """
-    while not hasattr(app, "routes") and _is_starlettes(app) and hasattr(app, "app"):
+    starlettes = ("fastapi.", "starlette.")
+    while (
+        not hasattr(app, "routes") and name_of(app).startswith(starlettes) and hasattr(app, "app")
+    ):
         app = app.app  # in a middleware
     if not hasattr(app, "routes"):
         yield f"{MOUNT}({mount!r})", app
         return
-    for name in ("dependency_overrides", "exception_handlers"):
-        yield name, getattr(app, name, None)
     for each in getattr(app, "user_middleware", ()):
-        for part in (each.cls, getattr(each, "args", ()), getattr(each, "kwargs", {})):
-            yield "user_middleware", part
+        parts = (each.cls, getattr(each, "args", ()), getattr(each, "kwargs", {}))
+        yield from (("user_middleware", part) for part in parts)
     if isinstance(state := getattr(app, "state", None), State):
-        for key in state:
-            yield f"state.{key}", state[key]
+        yield from ((f"state.{key}", state[key]) for key in state)
     router = getattr(app, "router", app)
-    for name in ("lifespan_context", "on_startup", "on_shutdown"):
-        yield name, getattr(router, name, None)
-    for each in getattr(router, "dependencies", ()):
-        yield "dependencies", _dependency(each)
+    for owner, names in (
+        (app, ("dependency_overrides", "exception_handlers")),
+        (router, ("lifespan_context", "on_startup", "on_shutdown")),
+    ):
+        yield from ((name, getattr(owner, name, None)) for name in names)
+    dependencies = map(_dependency, getattr(router, "dependencies", ()))
+    yield from (("dependencies", each) for each in dependencies)
     for route in getattr(router, "routes", ()):
         yield "routes", getattr(route, "endpoint", None)
         waiting = [dependant] if (dependant := getattr(route, "dependant", None)) else []
@@ -400,7 +385,3 @@ def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, object]]:
 def _mounted(route: BaseRoute) -> ASGIApp | None:
     """Return the app of a `Mount` or `Host`; a route of an endpoint has none."""
     return None if hasattr(route, "endpoint") else getattr(route, "app", None)
-
-
-def _is_starlettes(app: object) -> bool:
-    return name_of(app).partition(".")[0] in ("starlette", "fastapi")

@@ -6,8 +6,8 @@ import importlib
 import sys
 from collections.abc import Mapping
 from inspect import isfunction, signature
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError
@@ -51,7 +51,14 @@ def load(
             f"there is no module {module_name!r} {where}; check the spelling, or name its "
             "folder with --app-dir"
         ) from None
-    found = _attribute(module, attribute)
+    bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
+    try:
+        found: Any = attrgetter(attribute)(module)
+    except AttributeError:
+        there = f"it has {', '.join(sorted(bound))}" if bound else "it has no application"
+        raise NotAnApplication(
+            f"module {module_name!r} has no attribute {attribute!r}; {there}"
+        ) from None
     if is_factory:
         found = _made(target, found)
     elif arguments or _is_builder(found) or (arguments is not None and isfunction(found)):
@@ -67,31 +74,13 @@ def load(
         raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
     hint = "decorate its class with @serve.deployment and bind it"
     if callable(found) and not isinstance(found, type):
-        if bound := _applications(module):
+        if bound:
             hint = f"did you mean {module_name}:{bound[0]}?"
         elif isfunction(found) and not is_factory:
             hint = "if it returns an application, add --factory"
     raise NotAnApplication(
         f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
     )
-
-
-def _attribute(module: ModuleType, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            bound = sorted(_applications(module))
-            there = f"it has {', '.join(bound)}" if bound else "it has no application"
-            raise NotAnApplication(
-                f"module {module.__name__!r} has no attribute {path!r}; {there}"
-            ) from None
-    return found
-
-
-def _applications(module: ModuleType) -> list[str]:
-    return [key for key, value in vars(module).items() if isinstance(value, Application)]
 
 
 def _is_builder(found: object) -> bool:

@@ -12,13 +12,14 @@ def check_names(name: object, prefix: object) -> None:
     check_prefix(prefix)
 
 
-def check_prefix(prefix: object) -> None:
-    """Raise `ValueError`, with Ray's message, for an invalid route prefix."""
+def check_prefix(prefix: object) -> str | None:
+    """Return a route prefix. Raises `ValueError`, with Ray's message, for an invalid one."""
     if prefix is None:
-        return
+        return None
     if not isinstance(prefix, str) or not prefix.startswith("/"):
         raise ValueError(f"Invalid route_prefix {prefix!r}, must start with a forward slash ('/').")
     if prefix != "/" and prefix.endswith("/"):
         raise ValueError(f"Invalid route_prefix {prefix!r}, may not end with a trailing '/'.")
     if "{" in prefix or "}" in prefix:
         raise ValueError(f"Invalid route_prefix {prefix!r}, may not contain wildcards.")
+    return prefix

@@ -13,9 +13,7 @@ def names_of(module: ModuleType, target: type | FunctionType) -> Iterator[str]:
     """Yield the names under which a module has a class or function, its own first."""
     if found_in(module, target.__qualname__) is target:
         yield target.__qualname__
-    for name, value in list(vars(module).items()):
-        if _behind(value) is target:
-            yield name
+    yield from (name for name, each in list(vars(module).items()) if _behind(each) is target)
 
 
 def found_in(module: ModuleType, name: str) -> type | FunctionType | None:

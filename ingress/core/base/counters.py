@@ -109,14 +109,6 @@ class Distribution:
         return Distribution(list(self.buckets), self.total)
 
 
-def _sizes() -> Distribution:
-    return Distribution([0] * (len(BATCH_SIZE_BUCKETS) + 1))
-
-
-def _utilizations() -> Distribution:
-    return Distribution([0] * (len(UTILIZATION_BUCKETS) + 1))
-
-
 @dataclass(slots=True)
 class BatchCount:
     """The batches of one function of a replica that were run, and the calls in them.
@@ -130,8 +122,12 @@ class BatchCount:
     calls: int = 0
     wait: Latency = field(default_factory=Latency)
     execution: Latency = field(default_factory=Latency)
-    sizes: Distribution = field(default_factory=_sizes)
-    utilizations: Distribution = field(default_factory=_utilizations)
+    sizes: Distribution = field(
+        default_factory=lambda: Distribution([0] * (len(BATCH_SIZE_BUCKETS) + 1))
+    )
+    utilizations: Distribution = field(
+        default_factory=lambda: Distribution([0] * (len(UTILIZATION_BUCKETS) + 1))
+    )
 
     def begin(self, calls: int, size: float, limit: int, wait_ms: float) -> None:
         """Count a batch that begins. `limit` is its `max_batch_size`."""
@@ -170,16 +166,14 @@ OTHER_METHOD = "OTHER"  # a client may send any word: the number of labels must 
 CLIENT_LEFT = 499  # the status of a request whose client left before the answer, as in Ray
 
 
+@dataclass(eq=False, slots=True)
 class HTTPCounts:
     """The HTTP requests of one deployment, by thread, route template, method and status.
 
     Each thread writes its own entries. A thread that reads them adds those of all threads up.
     """
 
-    __slots__ = ("by_label",)
-
-    def __init__(self) -> None:
-        self.by_label: dict[tuple[int, str, str, int], Latency] = {}
+    by_label: dict[tuple[int, str, str, int], Latency] = field(default_factory=dict)
 
     def of(self, thread: int, route: str, method: str, status: int) -> Latency:
         """Return the latencies of the current thread with these labels."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from dataclasses import dataclass
 
 SETTLE_S = 1.0
 """Seconds from a start or stop to the full collection; its temporary objects are free by then."""
@@ -19,6 +20,7 @@ FROZEN_BY_PYTHON = 1_000
 375 of them. Other code that calls `gc.freeze` freezes all there are, several thousand at least."""
 
 
+@dataclass(eq=False, slots=True)
 class SettledObjects:
     """The frozen objects, and the timer of the next freeze. Owned by the control loop.
 
@@ -26,11 +28,8 @@ class SettledObjects:
     stay frozen: then nothing is frozen or unfrozen here.
     """
 
-    __slots__ = ("_count", "_timer")
-
-    def __init__(self) -> None:
-        self._count = 0  # of the objects frozen here
-        self._timer: asyncio.TimerHandle | None = None
+    _count: int = 0  # of the objects frozen here
+    _timer: asyncio.TimerHandle | None = None
 
     def renew(self, *, is_needed: bool) -> None:
         """Unfreeze all objects, some of which may be garbage; if needed, freeze again later."""

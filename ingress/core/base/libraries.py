@@ -9,7 +9,11 @@ from functools import lru_cache
 _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
     "<frozen ",
-    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    *{
+        in_any_form(sysconfig.get_path(name)) + os.sep
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        for in_any_form in (str, os.path.realpath)
+    },
 )
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 

@@ -145,13 +145,10 @@ def _first_not_json(value: object, path: str, above: tuple[int, ...]) -> tuple[s
     """Return path and value of the first part that is not JSON, or that contains itself."""
     if id(value) in above:
         return path, value
-    parts: Iterable[tuple[object, object]]
-    if isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    else:
+    if not isinstance(value, dict | list | tuple):
         return None if _is_json_scalar(value) else (path, value)
+    parts: Iterable[tuple[object, object]]
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
     for key, part in parts:
         where = f"{path}[{key!r}]"
         if not _is_json_scalar(key):
@@ -269,16 +266,16 @@ Json = Annotated[Any, AfterValidator(_json_copy)]
 
 def plain(value: object) -> Any:
     """Return a value as a file has it: options as dicts, classes and functions as paths."""
-    if isinstance(value, Options):
-        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, dict):
-        return {
-            key if _is_json_scalar(key) else str(key): plain(each) for key, each in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
+    match value:
+        case Options():
+            return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+        case dict():
+            keys = (key if _is_json_scalar(key) else str(key) for key in value)
+            return dict(zip(keys, map(plain, value.values()), strict=True))
+        case list() | tuple():
+            return [plain(each) for each in value]
+        case None | str() | int() | float():
+            return value
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}:{value.__qualname__}"
     return str(value)

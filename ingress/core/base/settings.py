@@ -51,7 +51,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -312,13 +312,10 @@ def warn_of_unused(environ: Mapping[str, str] | None = None) -> None:
     if unused:
         _told.update(unused)
         named = [f"{name} ({_INSTEAD[name]})" if name in _INSTEAD else name for name in unused]
-        one = len(named) == 1
-        text = (
-            f"{', '.join(named)} {'has' if one else 'have'} no effect in this process, only on Ray"
-        )
-        warnings.warn_explicit(
-            f"the variable{'' if one else 's'} {text}", UserWarning, "<environment>", 1
-        )
+        several = f"the variables {', '.join(named)} have"
+        whose = several if len(named) > 1 else f"the variable {named[0]} has"
+        text = f"{whose} no effect in this process, only on Ray"
+        warnings.warn_explicit(text, UserWarning, "<environment>", 1)
 
 
 def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -361,34 +358,18 @@ def log_encoding() -> str | None:
 
     Raises `ValueError` for an unknown one.
     """
-    value = os.environ.get(LOG_ENCODING) or None
-    if value not in (None, "TEXT", "JSON"):
-        raise ValueError(
-            f"{LOG_ENCODING} must be TEXT or JSON, got {value!r}; set it to one of these, or unset "
-            "it"
-        )
-    return value
+    return _word(os.environ, LOG_ENCODING, ("TEXT", "JSON")) or None
 
 
 def engine_name(environ: Mapping[str, str] | None = None) -> str:
     """Return the engine that the environment names. Raises `ValueError` for an unknown name."""
-    value = (os.environ if environ is None else environ).get(ENGINE) or "local"
-    if value not in ENGINES:
-        raise ValueError(
-            f"{ENGINE} must be {' or '.join(ENGINES)}, got {value!r}; set it to one of these, or "
-            "unset it"
-        )
-    return value
+    return _word(os.environ if environ is None else environ, ENGINE, ENGINES) or "local"
 
 
 def start_method(environ: Mapping[str, str] | None = None) -> str:
     """Return how child processes start. Raises `ValueError` for what is not possible here."""
-    value = (os.environ if environ is None else environ).get(START_METHOD) or "spawn"
-    if value not in ("spawn", "forkserver"):
-        raise ValueError(
-            f"{START_METHOD} must be spawn or forkserver, got {value!r}; set it to one of "
-            "these, or unset it"
-        )
+    env = os.environ if environ is None else environ
+    value = _word(env, START_METHOD, ("spawn", "forkserver")) or "spawn"
     if value == "forkserver" and sys.platform != "linux":
         raise ValueError(
             f"{START_METHOD}=forkserver needs Linux, which ends children with their parent; unset "
@@ -414,6 +395,17 @@ def take_pinned_cpus() -> list[int]:
     The variable is taken out of the environment: it is not for programs that user code starts.
     """
     return [int(each) for each in os.environ.pop(PINNED_CPUS, "").split(",") if each]
+
+
+def _word(env: Mapping[str, str], name: str, words: Sequence[str]) -> str:
+    """Return a variable that is one of these words, or empty."""
+    value = env.get(name, "")
+    if value and value not in words:
+        raise ValueError(
+            f"{name} must be {' or '.join(words)}, got {value!r}; set it to one of these, or unset "
+            "it"
+        )
+    return value
 
 
 def _time(

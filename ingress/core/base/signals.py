@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Self
@@ -25,6 +26,7 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+@dataclass(eq=False, slots=True)
 class StopSignals:
     """A handler of Ctrl-C, SIGTERM and SIGHUP, from before the start to the end of a server.
 
@@ -38,13 +40,14 @@ class StopSignals:
     `INGRESS_HANDLE_SIGNALS=0`: the handlers of the process then stay.
     """
 
-    def __init__(self, hang_up: Callable[[], None] | None = None) -> None:
-        self._hang_up = hang_up
-        # Not an `Event`: the line that the signal interrupts may hold its lock.
-        self._signals: SimpleQueue[int] = SimpleQueue()
-        self._first: int | None = None
-        self._is_starting = True
-        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+    _hang_up: Callable[[], None] | None = None
+    # Not an `Event`: the line that the signal interrupts may hold its lock.
+    _signals: SimpleQueue[int] = field(default_factory=SimpleQueue)
+    _first: int | None = None
+    _is_starting: bool = True
+    _previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = field(
+        default_factory=dict
+    )
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and handles_signals():
@@ -52,8 +55,8 @@ class StopSignals:
             for number in stop_signals():
                 if self._hang_up is None or number != hang_up:
                     self._previous[number] = signal.signal(number, self._on_signal)
-            if self._hang_up is not None and hang_up is not None:
-                self._previous[hang_up] = signal.signal(hang_up, self._on_hang_up)
+            if (call := self._hang_up) is not None and hang_up is not None:
+                self._previous[hang_up] = signal.signal(hang_up, lambda *_: call())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,10 +85,6 @@ class StopSignals:
         self._signals.put(number)
         if self._is_starting:
             raise Stopped(number)
-
-    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
-        assert self._hang_up is not None
-        self._hang_up()
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -11,6 +11,7 @@ names of the fields.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -51,11 +52,10 @@ class ReplicaCounts:
             (self.thread_waits, other.thread_waits),
             (self.model_times, other.model_times),
         ):
-            add_latencies(mine, theirs)
+            for key, latency in theirs.items():
+                mine.setdefault(key, Latency()).merge(latency)
         for route, types in other.errors.items():
-            counts = self.errors.setdefault(route, {})
-            for name, count in types.items():
-                counts[name] = counts.get(name, 0) + count
+            self.errors[route] = dict(Counter(self.errors.get(route)) + Counter(types))
         for function, batch in other.batches.items():
             self.batches.setdefault(function, BatchCount()).merge(batch)
         self.model_gets += other.model_gets
@@ -136,10 +136,9 @@ class DeploymentSnapshot:
     def counts(self) -> dict[str, ReplicaCounts]:
         """Return the counters of all replicas, by id: of those that run and those that ended."""
         found: dict[str, ReplicaCounts] = {}
-        for name, each in self.ended.items():
-            found.setdefault(name, ReplicaCounts(starts=0)).add(each)
-        for replica in self.replicas:
-            found.setdefault(replica.replica_id, ReplicaCounts(starts=0)).add(replica.counts)
+        running = [(each.replica_id, each.counts) for each in self.replicas]
+        for name, counts in (*self.ended.items(), *running):
+            found.setdefault(name, ReplicaCounts(starts=0)).add(counts)
         return found
 
 
@@ -274,7 +273,7 @@ def kept(snapshot: Snapshot) -> Snapshot:
                 target_replicas=0,
                 queued=0,
                 replicas=[],
-                ended=_newest(deployment.counts()),
+                ended=dict(list(deployment.counts().items())[-MAX_ENDED:]),
             )
             for each, deployment in application.deployments.items()
         }
@@ -296,22 +295,12 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
-def add_latencies(mine: dict[str, Latency], theirs: dict[str, Latency]) -> None:
-    """Add the latencies of each key."""
-    for key, each in theirs.items():
-        mine.setdefault(key, Latency()).merge(each)
-
-
 def keep(ended: dict[str, ReplicaCounts], name: str, counts: ReplicaCounts) -> None:
     """Add a replica's counters to those of a replica of the same id; the oldest are dropped."""
     ended[name] = total = ended.pop(name, ReplicaCounts(starts=0))
     total.add(counts)
     while len(ended) > MAX_ENDED:
         del ended[next(iter(ended))]
-
-
-def _newest(counts: dict[str, ReplicaCounts]) -> dict[str, ReplicaCounts]:
-    return dict(list(counts.items())[-MAX_ENDED:])
 
 
 def _application(name: str, parts: Sequence[Snapshot], live: int) -> ApplicationSnapshot:
@@ -336,15 +325,11 @@ def _deployment(parts: Sequence[DeploymentSnapshot]) -> DeploymentSnapshot:
         for name, counts in part.ended.items():
             keep(ended, name, counts)
     present = [each for each in parts if each.status]
-
-    def total(name: str) -> int:
-        return sum(getattr(part, name) for part in parts)
-
     return DeploymentSnapshot(
         gravest(present),
         parts[0].status_trigger,
         _joined(present),
-        **{name: total(name) for name in _SUMS},
+        **{name: sum(getattr(part, name) for part in parts) for name in _SUMS},
         http=summed_http(part.http for part in parts),
         replicas=[replica for part in parts for replica in part.replicas],
         ended=ended,
@@ -373,9 +358,7 @@ def summed_http(parts: Iterable[list[HTTPCount]]) -> list[HTTPCount]:
     for counts in parts:
         for each in counts:
             key = (each.route, each.method, each.status)
-            if key not in found:
-                found[key] = HTTPCount(*key, Latency())
-            found[key].latency.merge(each.latency)
+            found.setdefault(key, HTTPCount(*key, Latency())).latency.merge(each.latency)
     return list(found.values())
 
 

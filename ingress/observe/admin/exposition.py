@@ -165,8 +165,8 @@ def _labels(**labels: str) -> str:
 def _add_application(lines: _Lines, name: str, application: ApplicationSnapshot) -> None:
     labels = _labels(application=name)
     if application.status in _APPLICATION_STATUS:
-        status = _APPLICATION_STATUS.index(application.status) + 1
-        lines.add(labels, (f.APPLICATION_STATUS, status))
+        number = _APPLICATION_STATUS.index(application.status)
+        lines.add(labels, (f.APPLICATION_STATUS, number + 1))
     for deployment, each in application.deployments.items():
         _add_deployment(lines, name, deployment, each)
     # The ingress of an earlier version may have another name; these labels do not have it.
@@ -321,10 +321,11 @@ def _user_metric(metric: UserMetric, *, is_open_metrics: bool) -> Iterator[str]:
     template = _template(metric.boundaries)
     for each in metric.series:
         labels = _labels(**dict(zip(metric.label_names, each.labels, strict=True)))
-        if metric.kind == HISTOGRAM:
-            yield _histogram(name, labels, template, each.buckets, each.value)
-        else:
-            yield f"{name}{{{labels}}} {_number(each.value)}\n"
+        yield (
+            _histogram(name, labels, template, each.buckets, each.value)
+            if metric.kind == HISTOGRAM
+            else f"{name}{{{labels}}} {_number(each.value)}\n"
+        )
 
 
 def _number(value: float) -> str:

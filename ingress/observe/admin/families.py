@@ -23,11 +23,6 @@ class Family(NamedTuple):
     labels: tuple[str, ...]
     description: str
 
-    @property
-    def is_rays(self) -> bool:
-        """Return whether Ray Serve has it, under this name."""
-        return self.name.startswith("ray_")
-
 
 HTTP_REQUESTS = Family("ray_serve_num_http_requests_total", COUNTER, _HTTP, "HTTP requests.")
 HTTP_ERRORS = Family(

@@ -60,8 +60,3 @@ def as_json(snapshot: Snapshot) -> bytes:
     except ValueError:  # a text of user code or of a client has half a surrogate pair
         text = json.dumps(_JSON.dump_python(snapshot), ensure_ascii=False)
         return to_json(json.loads(text.encode(errors="replace")))  # an infinity becomes null
-
-
-def from_json(text: bytes | str) -> Snapshot:
-    """Return the snapshot of a JSON text. Raises `pydantic.ValidationError`."""
-    return _JSON.validate_json(text)

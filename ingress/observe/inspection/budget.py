@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
 from ingress.core.base.settings import NATIVE_THREADS, OMP_NUM_THREADS, Settings
-from ingress.core.execution.execution import ExecutionMode, Role, plan
+from ingress.core.execution.execution import ExecutionMode, ExecutionPlan, Lanes, Role, plan
 from ingress.core.execution.lanes import lanes_of
 from ingress.serving.replicas.user_code import PublicMethods
 
@@ -120,20 +120,20 @@ class ThreadBudget:
             setting = f"{OMP_NUM_THREADS}={self.threads}, set by `ingress run`"
         else:
             setting = f"{OMP_NUM_THREADS} is not set"
-        return f"{_count(f'{self.cores:g}', 'core')}: {self.product} ({setting})"
+        return f"{counted(f'{self.cores:g}', 'core')}: {self.product} ({setting})"
 
     @property
     def product(self) -> str:
         """The product of the replicas, their calls and each call's threads, as text."""
         calls = " + ".join(
-            f"{_count(share.replicas, 'replica')} of {share.deployment} x "
-            f"{_count(share.calls, 'call')}"
+            f"{counted(share.replicas, 'replica')} of {share.deployment} x "
+            f"{counted(share.calls, 'call')}"
             for share in self.shares
             if share.cores
         )
         if sum(share.cores > 0 for share in self.shares) != 1:
             calls = f"({calls})"
-        return f"{calls} x {_count(self.threads, 'native thread')}"
+        return f"{calls} x {counted(self.threads, 'native thread')}"
 
 
 def thread_budget(
@@ -154,6 +154,15 @@ def thread_budget(
         share = left if own is None else own * scale
         shares.append(Share(each.name, count, _calls_at_once(each, settings, share), share))
     return ThreadBudget(cores, tuple(shares), settings.native_threads, settings.set_native_threads)
+
+
+def plans_of(
+    func: Callable[..., object], role: Role, lanes: Lanes
+) -> tuple[ExecutionPlan, ExecutionPlan]:
+    """Return the plans of a function at 0 and at 1, without threads: no code is run."""
+    no_pool: Any = None
+    off = plan(func, role, sync_in_threadpool=False, pool=no_pool, lanes=lanes)
+    return off, plan(func, role, sync_in_threadpool=True, pool=no_pool, lanes=lanes)
 
 
 def start_again() -> NoReturn:
@@ -217,11 +226,9 @@ def _calls_at_once(built: BuiltDeployment, settings: Settings, cores: float) -> 
     lanes = lanes_of(built.deployment.func_or_class, config.max_ongoing_requests, config.lanes)
     if named := sum(lanes.limits.values()) + lanes.is_serial:
         return named
-    flag = settings.run_sync_in_threadpool
-    no_pool: Any = None
     calls = 1
     for func, role, at_most in _called(built):
-        made = plan(func, role, sync_in_threadpool=flag, pool=no_pool, lanes=lanes)
+        made = plans_of(func, role, lanes)[settings.run_sync_in_threadpool]
         if made.mode is ExecutionMode.THREADPOOL:
             calls = max(calls, at_most or lanes.limit)
     return max(1, min(calls, int(cores)))
@@ -241,9 +248,9 @@ def _called(built: BuiltDeployment) -> Iterator[tuple[Callable[..., object], Rol
         elif not built.is_asgi:
             yield func, Role.METHOD, None
     if built.bound_app is not None:
-        for route in built.bound_app.routes():
-            yield route.func, Role.ENDPOINT, None
+        yield from ((route.func, Role.ENDPOINT, None) for route in built.bound_app.routes())
 
 
-def _count(number: int | str, what: str) -> str:
+def counted(number: int | str, what: str) -> str:
+    """Return a number of things: 1 core, 2 cores."""
     return f"{number} {what}{'' if str(number) == '1' else 's'}"

@@ -22,7 +22,7 @@ from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.core.execution import execution
 from ingress.core.execution.execution import SERIAL_LANE, ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.core.execution.lanes import lanes_of
-from ingress.observe.inspection.budget import ThreadBudget, thread_budget
+from ingress.observe.inspection.budget import ThreadBudget, plans_of, thread_budget
 from ingress.observe.inspection.members import parts_of
 from ingress.observe.inspection.sources import Use, mentions
 from ingress.serving.replicas.thread_host import ANYIO_RESERVE
@@ -190,7 +190,7 @@ class _Planner:
         if func is None:
             return self._unknown(use.value, text, role)
         made = Part(use.value, func, role)
-        maker = self._plans(part.func, part.role)[self._flag]
+        maker = plans_of(part.func, part.role, self._lanes)[self._flag]
         has_threads = maker.lane or maker.mode is ExecutionMode.SERIAL
         if is_ours and has_threads and not execution.kind(func).is_async:
             return self._row(replace(made, role=part.role), part.func)  # they iterate the stream
@@ -200,7 +200,7 @@ class _Planner:
     def _row(self, part: Part, planned: Callable[..., object] | None = None) -> Row:
         """Return the row of a part, which runs where `planned` or the part itself is planned."""
         func = part.func
-        plans = self._plans(planned or func, part.role)
+        plans = plans_of(planned or func, part.role, self._lanes)
         kind = execution.kind(func)
         code = execution.code_of(func) or execution.code_of(getattr(func, "__init__", func))
         file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
@@ -235,16 +235,6 @@ class _Planner:
     @property
     def _flag(self) -> int:
         return int(self._settings.run_sync_in_threadpool)
-
-    def _plans(
-        self, func: Callable[..., object], role: Role
-    ) -> tuple[ExecutionPlan, ExecutionPlan]:
-        no_pool: Any = None  # no code is run
-        off, on = (
-            execution.plan(func, role, sync_in_threadpool=flag, pool=no_pool, lanes=self._lanes)
-            for flag in (False, True)
-        )
-        return off, on
 
     def _place(self, plan: ExecutionPlan, part: Part) -> Place:
         threads = plan.limit

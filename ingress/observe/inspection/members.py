@@ -14,22 +14,20 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from ingress.app.asgi import Part
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.core.base.libraries import is_library
 from ingress.core.execution.execution import Role
 from ingress.serving.replicas.user_code import PublicMethods
 
 logger = logging.getLogger("ingress")
 
 _BOUND = (staticmethod, classmethod)
-_INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 _HOOKS = ("check_health", "reconfigure")
 
 
@@ -74,7 +72,7 @@ def _is_of_a_library(cls: type, name: str) -> bool:
     if package == cls.__module__.partition(".")[0]:
         return False
     file = getattr(sys.modules.get(definer.__module__), "__file__", None)
-    return file is None or any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
+    return file is None or is_library(file)
 
 
 def _unwrapped(what: str, member: Callable[..., object]) -> Iterator[Part]:

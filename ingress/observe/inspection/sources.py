@@ -25,6 +25,7 @@ from typing import Any
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, StreamingResponse
 
+from ingress.app.asgi.bad_results import own_nodes
 from ingress.app.batching.batching import RECEIVERS
 from ingress.core.execution.execution import Kind, code_of, kind
 
@@ -66,19 +67,11 @@ def mentions(func: Callable[..., object], owner: type | None = None) -> Iterator
         return  # no file, or a lambda in the middle of a line
     names = _Names(function, owner)
     seen = set()
-    for node in _inside(tree.body[0]):
+    for node in own_nodes(tree.body[0]):
         for mention in names.read(node):
             if mention.key not in seen:
                 seen.add(mention.key)
                 yield mention
-
-
-def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without those of the functions in it."""
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-            yield from _inside(child)
 
 
 def _may_mention(function: FunctionType) -> bool:
@@ -138,15 +131,18 @@ class _Names:
 
     def find(self, node: ast.expr) -> Any:
         """Return the value of an expression, `None` if it is not known before it runs."""
-        if isinstance(node, ast.Name):
-            return self._named(node.id)
-        if isinstance(node, ast.Attribute):
-            is_self = isinstance(node.value, ast.Name) and node.value.id == self._self
-            return _attribute(self._owner if is_self else self.find(node.value), node.attr)
-        if isinstance(node, (ast.Lambda, ast.GeneratorExp)):
-            return self._inner("<lambda>" if isinstance(node, ast.Lambda) else "<genexpr>")
-        if isinstance(node, ast.Call) and self.find(node.func) is partial and node.args:
-            return self.find(node.args[0])
+        match node:
+            case ast.Name(name):
+                return self._named(name)
+            case ast.Attribute(owner, name):
+                is_self = isinstance(owner, ast.Name) and owner.id == self._self
+                return _attribute(self._owner if is_self else self.find(owner), name)
+            case ast.Lambda():
+                return self._inner("<lambda>")
+            case ast.GeneratorExp():
+                return self._inner("<genexpr>")
+            case ast.Call(func, [first, *_]) if self.find(func) is partial:
+                return self.find(first)
         return None
 
     def _named(self, name: str) -> object:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ingress.app.declaration.assignments import shown
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.core.base.settings import (
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
+from ingress.observe.inspection.budget import counted
 from ingress.observe.inspection.explain import Explanation, Finding, Level, Place, Row, has_own_loop
 
 READABLE = 100
@@ -75,7 +77,7 @@ def as_json(explanation: Explanation, *, diff: bool = False) -> dict[str, Any]:
             "product": explanation.budget.product,
         },
         "rows": [_row_as_json(row) for row in _chosen(explanation, diff=diff)],
-        "findings": [_finding_as_json(each) for each in explanation.findings],
+        "findings": [asdict(each) for each in explanation.findings],
     }
 
 
@@ -88,18 +90,10 @@ def _row_as_json(row: Row) -> dict[str, object]:
         "compiled": row.is_compiled,
         "file": row.file,
         "line": row.line,
-        "places": {str(flag): _place_as_json(place) for flag, place in enumerate(row.places)},
+        "places": {str(flag): asdict(place) for flag, place in enumerate(row.places)},
         "moves": row.moves,
-        "findings": [_finding_as_json(each) for each in row.findings],
+        "findings": [asdict(each) for each in row.findings],
     }
-
-
-def _finding_as_json(finding: Finding) -> dict[str, str]:
-    return {"id": finding.id, "level": finding.level.value, "text": finding.text}
-
-
-def _place_as_json(place: Place) -> dict[str, object]:
-    return {name: getattr(place, name) for name in Place.__slots__}
 
 
 def _chosen(explanation: Explanation, *, diff: bool) -> list[Row]:
@@ -166,7 +160,7 @@ def _title(each: BuiltDeployment, explanation: Explanation) -> Text:
     loop = f"event loop {each.name}#N" if is_own else "the server's event loop"
     if config.isolation == "process":
         loop = f"each in a process, {loop}"
-    many = f"{_count(replicas, 'replica')} x {config.max_ongoing_requests} requests at once"
+    many = f"{counted(replicas, 'replica')} x {config.max_ongoing_requests} requests at once"
     return Text(each.name, "bold") + f"  {many}, {loop}"
 
 
@@ -185,13 +179,9 @@ def _summary(explanation: Explanation) -> str:
     flag = int(explanation.settings.run_sync_in_threadpool)
     moving = sum(row.moves for row in rows)
     return (
-        f"{_count(len(rows), 'row')}, {_count(warnings, 'warning')}; "
+        f"{counted(len(rows), 'row')}, {counted(warnings, 'warning')}; "
         f"{SYNC_IN_THREADPOOL}={flag}, and {moving or 'none'} would move at {1 - flag}"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _said(finding: Finding) -> Text:
@@ -200,8 +190,4 @@ def _said(finding: Finding) -> Text:
 
 
 def _named(row: Row) -> str:
-    if not row.file:
-        return row.name
-    path, here = Path(row.file), Path.cwd()
-    file = path.relative_to(here) if path.is_relative_to(here) else path
-    return f"{row.name} ({file}:{row.line})"
+    return f"{row.name} ({shown(row.file)}:{row.line})" if row.file else row.name

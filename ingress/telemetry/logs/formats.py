@@ -60,15 +60,19 @@ def _dumped(fields: dict[str, object]) -> str:
         return json.dumps(plain)
 
 
-class JSONFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
+    """A format that may have further attributes of each record, and colors."""
+
+    def __init__(self, attributes: Sequence[str] = (), *, colors: bool = False) -> None:
+        super().__init__()
+        self._attributes, self._colors = tuple(attributes), colors
+
+
+class JSONFormatter(_Formatter):
     """One JSON object for each record, in one line, with the names of Ray Serve's JSON logs.
 
     `attributes` are further attributes of each record. Empty fields of the identity are left out.
     """
-
-    def __init__(self, attributes: Sequence[str] = ()) -> None:
-        super().__init__()
-        self._attributes = tuple(attributes)
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
@@ -100,16 +104,11 @@ class JSONFormatter(logging.Formatter):
         return _dumped(fields)
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(_Formatter):
     """The text of `ingress run`: level, message, and the replica and the request, if any.
 
     INFO:     loaded [Model#0 8d3f...]
     """
-
-    def __init__(self, attributes: Sequence[str] = (), *, colors: bool = False) -> None:
-        super().__init__()
-        self._attributes = tuple(attributes)
-        self._colors = colors
 
     def format(self, record: logging.LogRecord) -> str:
         first, *others = tame(message_of(record)).split("\n", 1)
@@ -161,15 +160,11 @@ def _one_word(text: str) -> str:
     return printable(text).replace(" ", "\\x20")
 
 
-class AccessText(logging.Formatter):
+class AccessText(_Formatter):
     """An access line as text.
 
     INFO:     127.0.0.1:51234 GET /items/{id} 200 3.1ms queue 0.2ms Items#0 8d3f...
     """
-
-    def __init__(self, *, colors: bool = False) -> None:
-        super().__init__()
-        self._colors = colors
 
     def format(self, record: logging.LogRecord) -> str:
         fields = record.__dict__

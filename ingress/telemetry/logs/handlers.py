@@ -1,11 +1,11 @@
 """The handlers that print log records, and the filter that acts on the options of deployments.
 
     Printer    a handler: formats a record, and gives it to the sink of a standard stream
-    Selector   a filter of `LOGGERS`: level, and file in `logs_dir`, of the record's deployment
+    select     a filter of `LOGGERS`: level, and file in `logs_dir`, of the record's deployment
 
 Under `ingress run`, `Printer`s print the records of these loggers, of uvicorn's, and of loggers
 without handlers. Elsewhere the program's own handlers do, except for deployments with an
-`encoding` or `additional_log_standard_attrs`: `Selector` prints their records itself.
+`encoding` or `additional_log_standard_attrs`: `select` prints their records itself.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ def _has_colors(stream: str) -> bool:
 
 
 class Printer(logging.Handler):
-    """A handler that prints on "stdout" or "stderr", in a thread of the sink's own."""
+    """A handler that prints on `stream`, in a thread of the sink's own."""
 
-    def __init__(self, stream: str = "stderr", level: int = logging.NOTSET) -> None:
+    stream = "stderr"
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
         super().__init__(level)
-        self._stream = stream
-        self._sink = _SINKS[stream]
+        self._sink = _SINKS[self.stream]
         self.addFilter(RequestFilter())
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._sink.put(formatter_for(record, colors=_has_colors(self._stream)).format(record))
+            self._sink.put(formatter_for(record, colors=_has_colors(self.stream)).format(record))
         except Exception:
             self.handleError(record)
 
@@ -76,11 +77,10 @@ class AccessPrinter(Printer):
     A line is formatted by the sink's thread: an event loop only makes the record.
     """
 
-    def __init__(self, stream: str = "stdout", level: int = logging.NOTSET) -> None:
-        super().__init__(stream, level)
+    stream = "stdout"
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._sink.put(partial(_access_line, record, self._stream), _ACCESS_SIZE)
+        self._sink.put(partial(_access_line, record, self.stream), _ACCESS_SIZE)
 
 
 def _access_line(record: logging.LogRecord, stream: str) -> str:
@@ -96,24 +96,20 @@ def _access_text(*, colors: bool) -> logging.Formatter:
     return AccessText(colors=colors)
 
 
-class Selector:
-    """A filter that acts on the options of the record's deployment."""
-
-    __slots__ = ()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not LOGS.is_used:
-            return True
-        _IDENTITY.filter(record)
-        if record.levelno < LOGS.level_of(record):
-            return False
-        if folder := LOGS.of(record, "logs_dir"):
-            _write(record, folder)
-        formats = ("encoding", "additional_log_standard_attrs")
-        if LOGS.has_handlers or all(LOGS.of(record, name) is None for name in formats):
-            return True
-        _OWN.handle(record)
+def select(record: logging.LogRecord) -> bool:
+    """Act on the options of the record's deployment: a filter."""
+    if not LOGS.is_used:
+        return True
+    _IDENTITY.filter(record)
+    if record.levelno < LOGS.level_of(record):
         return False
+    if folder := LOGS.of(record, "logs_dir"):
+        _write(record, folder)
+    formats = ("encoding", "additional_log_standard_attrs")
+    if LOGS.has_handlers or all(LOGS.of(record, name) is None for name in formats):
+        return True
+    _OWN.handle(record)
+    return False
 
 
 _IDENTITY = RequestFilter()
@@ -123,8 +119,7 @@ _OWN = Printer()
 def _write(record: logging.LogRecord, folder: str) -> None:
     """Write a record into the file of its replica, or that of the process, in `logs_dir`."""
     is_access = record.name == ACCESS and LOGS.of(record, "encoding") != "JSON"
-    formatter = _access_text(colors=False) if is_access else formatter_for(record)
-    text = formatter.format(record)
+    text = (_access_text(colors=False) if is_access else formatter_for(record)).format(record)
     FILES.put((os.path.join(folder, _file_name(record)), text), len(text))
 
 
@@ -145,9 +140,7 @@ _before: dict[str, tuple[list[logging.Handler], bool]] = {}
 def act_on_options() -> None:
     """Make the loggers act on `LOGS`, by a filter. Idempotent."""
     for name in _SELECTED:
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, Selector) for each in logger.filters):
-            logger.addFilter(Selector())
+        logging.getLogger(name).addFilter(select)
 
 
 def use(config: LoggingConfig) -> None:

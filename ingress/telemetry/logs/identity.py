@@ -33,16 +33,18 @@ def identity() -> dict[str, str]:
     call, replica = CURRENT_CALL.get(None), REPLICA.get(None)
     fields = dict.fromkeys(FIELDS, "")
     if replica is not None:
-        fields["application"] = replica.app_name
-        fields["deployment"] = replica.deployment
-        fields["replica"] = replica.replica_tag
+        fields |= {
+            "application": replica.app_name,
+            "deployment": replica.deployment,
+            "replica": replica.replica_tag,
+        }
     if call is not None:
-        known = call.metadata
-        fields["route"] = call.current_route()
-        fields["multiplexed_model_id"] = printable(known.multiplexed_model_id)
-        fields["request_id"] = known.request_id
-        if call.members is not None:
-            fields["request_id"] = ",".join(each.metadata.request_id for each in current_calls())
+        calls = [call] if call.members is None else current_calls()
+        fields |= {
+            "route": call.current_route(),
+            "multiplexed_model_id": printable(call.metadata.multiplexed_model_id),
+            "request_id": ",".join([each.metadata.request_id for each in calls]),
+        }
     return fields
 
 

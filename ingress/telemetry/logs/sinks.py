@@ -18,7 +18,7 @@ import select
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from logging.handlers import RotatingFileHandler
@@ -39,28 +39,19 @@ IDLE_S = 1.0
 TOLD_EVERY_S = 60.0
 LAST_LINES_S = 1.0
 OPEN_FILES = 64  # of deployments with a `logs_dir`: each replica has a file of its own
+_UNWRITTEN = (OSError, ValueError)  # ValueError: of a file that is closed
 ROTATED_BYTES, BACKUPS = 512 * 2**20, 5  # Ray 2.60.0, ray_constants.py
 
 
-class LostError(OSError):
-    """Some of the lines, `count`, could not be written."""
-
-    def __init__(self, first: Exception, count: int) -> None:
-        super().__init__(str(first))
-        self.count = count
-
-
-class Marker(threading.Event):
-    """A place in the queue. It is set once all lines before it have been written or dropped."""
-
-
 Line = Any
-"""The argument of a sink's `write`, or a function that returns it."""
+"""The argument of a sink's `write`, or a function that returns it; or an `Event`, a place in the
+queue, which is set once all lines before it have been written or dropped."""
 
 
 class Sink:
     """A queue of lines, and the thread that writes them with `write`, which may block or fail.
 
+    `write` returns an error for each line that could not be written, or raises one if none could.
     A line may be a function that returns it, which the sink's thread then calls. So is `rest`,
     which may not fail, once no line has come for `IDLE_S`. Thread-safe. `put` takes no lock, so
     that signal handlers and finalizers may log.
@@ -74,13 +65,13 @@ class Sink:
     def __init__(
         self,
         name: str,
-        write: Callable[[list[Any]], None],
+        write: Callable[[list[Any]], Sequence[Exception] | None],
         rest: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._write = write
         self._rest = rest
-        self._lines: SimpleQueue[tuple[Line | Marker, int]] = SimpleQueue()
+        self._lines: SimpleQueue[tuple[Line, int]] = SimpleQueue()
         # Characters that were ever put, and of them those that are written. Race of the threads
         # that add to the first: a lost addition makes the queue a line longer, until the sink's
         # thread, which alone writes the second, has taken all lines and sets it to the first.
@@ -116,7 +107,7 @@ class Sink:
         """Wait until the lines that are queued now are written. Returns False after the timeout."""
         if self._thread is None and self._lines.empty():
             return True
-        marker = Marker()
+        marker = threading.Event()
         self._lines.put((marker, 0))
         if self._thread is None:
             self._start()
@@ -147,7 +138,7 @@ class Sink:
                 first = self._lines.get(timeout=IDLE_S)
             except Empty:
                 break
-            if monotonic() - wrote_at < GATHER_S and not isinstance(first[0], Marker):
+            if monotonic() - wrote_at < GATHER_S and not isinstance(first[0], threading.Event):
                 sleep(GATHER_S)
             self._take(first)
             wrote_at = monotonic()
@@ -159,7 +150,7 @@ class Sink:
         if not self._lines.empty():
             self._start()
 
-    def _take(self, first: tuple[Line | Marker, int]) -> None:
+    def _take(self, first: tuple[Line, int]) -> None:
         """Write the lines that are queued, at most `MOST_LINES`."""
         taken = [first]
         try:
@@ -169,26 +160,20 @@ class Sink:
             written = self._put
         else:
             written = self._taken + sum(size for _, size in taken)
-        lines = [_made(line) for line, _ in taken if not isinstance(line, Marker)]
-        lost = self._lost_of(lines)
-        self._taken = written
-        if lost < len(lines):
-            self._tell()
-        for each, _ in taken:
-            if isinstance(each, Marker):
-                each.set()
-
-    def _lost_of(self, lines: list[Any]) -> int:
-        """Write lines, and return how many could not be written."""
+        lines = [_made(line) for line, _ in taken if not isinstance(line, threading.Event)]
+        lost: Sequence[Exception] = ()
         try:
-            if lines:
-                self._write(lines)
-        except (OSError, ValueError) as error:  # ValueError: of a file that is closed
-            lost = error.count if isinstance(error, LostError) else len(lines)
-            for _ in range(lost):
-                self._drop(f"they cannot be written: {error}")
-            return lost
-        return 0
+            lost = (self._write(lines) if lines else None) or ()
+        except _UNWRITTEN as error:
+            lost = [error] * len(lines)
+        for each in lost:
+            self._drop(f"they cannot be written: {each}")
+        self._taken = written
+        if len(lost) < len(lines):
+            self._tell()
+        for marker, _ in taken:
+            if isinstance(marker, threading.Event):
+                marker.set()
 
     def _tell(self) -> None:
         """Log the number of dropped lines, after lines that were written."""
@@ -230,19 +215,15 @@ def _parts(number: int, lines: Iterable[str]) -> Iterable[bytes]:
     return [bytes(part) for part in parts]
 
 
-def _to_files(lines: list[tuple[str, str]]) -> None:
-    """Write lines into files of a `logs_dir`, given as pairs of path and line.
-
-    Raises `LostError` after the others are written, if some could not be.
-    """
+def _to_files(lines: list[tuple[str, str]]) -> Sequence[Exception]:
+    """Write lines into files of a `logs_dir`, given as pairs of path and line."""
     lost: list[Exception] = []
     for path, line in lines:
         try:
             _file(path).emit(logging.LogRecord("", 0, "", 0, line, None, None))
-        except (OSError, ValueError) as error:
+        except _UNWRITTEN as error:
             lost.append(error)
-    if lost:
-        raise LostError(lost[0], len(lost)) from lost[0]
+    return lost
 
 
 def _file(path: str) -> _Rotating:
@@ -265,7 +246,7 @@ def _file(path: str) -> _Rotating:
 def _close_files(kept: int = 0) -> None:
     """Close all files but those that were written last."""
     while len(_files) > kept:
-        with suppress(OSError, ValueError):  # of a full disk
+        with suppress(*_UNWRITTEN):  # of a full disk
             _files.pop(next(iter(_files))).close()
 
 

@@ -38,6 +38,7 @@ class JSONStream(io.TextIOBase):
     """
 
     mode = "w"
+    encoding, errors = "utf-8", "backslashreplace"
     line_buffering = write_through = True
     _is_of_a_child = False
 
@@ -50,14 +51,6 @@ class JSONStream(io.TextIOBase):
         self._begun: dict[int, str] = {}  # by thread; each writes its own
         self.buffer = _Bytes(self)
         _streams.append(self)
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return "utf-8"
-
-    @property
-    def errors(self) -> str:  # type: ignore[override]
-        return "backslashreplace"
 
     def fileno(self) -> int:
         return self._number

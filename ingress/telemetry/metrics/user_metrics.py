@@ -30,26 +30,25 @@ class _Metric:
     """A metric of user code. Thread-safe."""
 
     kind = ""
+    _boundaries: Sequence[float] = ()
 
     def __init__(
-        self,
-        name: str,
-        description: str = "",
-        tag_keys: tuple[str, ...] | None = None,
-        boundaries: Sequence[float] = (),
+        self, name: str, description: str = "", tag_keys: tuple[str, ...] | None = None
     ) -> None:
         self._name, self._description = name, description
         self._tag_keys = _checked_tags(name, tag_keys, self.kind)
-        self._boundaries = list(boundaries)
         self._default_tags: dict[str, str] = {}
         replica = REPLICA.get(None)
         # As in Ray: those of the replica in whose code it is made.
-        self._of_replica = ("", "", "")
-        if replica is not None:
-            self._of_replica = (replica.app_name, replica.deployment, replica.replica_tag)
+        self._of_replica = (
+            ("", "", "")
+            if replica is None
+            else (replica.app_name, replica.deployment, replica.replica_tag)
+        )
         self._theirs: Any = None
         self._definition = defined(self, UserMetric(
-            name, self.kind, description, [*OF_REPLICA, *self._tag_keys], self._boundaries
+            name, self.kind, description, [*OF_REPLICA, *self._tag_keys],
+            [*self._boundaries],
         ))  # fmt: skip
 
     def set_default_tags(self, default_tags: dict[str, str]) -> Self:
@@ -119,11 +118,6 @@ class Counter(_Metric):
 
     kind = "counter"
 
-    def __init__(
-        self, name: str, description: str = "", tag_keys: tuple[str, ...] | None = None
-    ) -> None:
-        super().__init__(name, description, tag_keys)
-
     def inc(self, value: float = 1.0, tags: dict[str, str] | None = None) -> None:
         """Add a value, which must be more than 0."""
         _check_number(value)
@@ -141,11 +135,6 @@ class Gauge(_Metric):
     """A value that goes up and down: the last one that was set. Tags and errors as of `Counter`."""
 
     kind = "gauge"
-
-    def __init__(
-        self, name: str, description: str = "", tag_keys: tuple[str, ...] | None = None
-    ) -> None:
-        super().__init__(name, description, tag_keys)
 
     def set(self, value: float | None, tags: dict[str, str] | None = None) -> None:
         """Set the value; `None` leaves it as it is."""
@@ -191,8 +180,8 @@ class Histogram(_Metric):
                 "Invalid `boundaries` argument: positive numbers in ascending order are expected, "
                 f"got {boundaries}."
             )
-        super().__init__(name, description, tag_keys, finite)
-        self.boundaries = boundaries
+        self.boundaries, self._boundaries = boundaries, finite
+        super().__init__(name, description, tag_keys)
 
     def observe(self, value: float, tags: dict[str, str] | None = None) -> None:
         """Count a value in its bucket."""

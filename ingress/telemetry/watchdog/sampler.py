@@ -68,7 +68,8 @@ class Sampler:
         took_s, self._looked_at = now - self._looked_at, now
         if waits > 1 or GIL_PRESSURE.is_high:
             # Before `note`: a replica that sees high pressure then finds the shares of that look.
-            GIL_PRESSURE.shares = self._shares(before, took_s)
+            ran = self._ran_since(before, took_s)
+            GIL_PRESSURE.shares = {ident: ran_s / took_s for ident, ran_s in ran.items()}
         GIL_PRESSURE.note(waits, late_s, now)
         waited_for_gil = waits >= ENOUGH_WAITS
         if waited_for_gil and late_s >= self._look_s:  # longer than one turn
@@ -95,10 +96,10 @@ class Sampler:
         self._due = now + pause_s
         return pause_s
 
-    def _shares(self, before: Mapping[int, float], took_s: float) -> dict[int, float]:
-        """Return the share of a processor that each thread had since the last look."""
+    def _ran_since(self, before: Mapping[int, float], took_s: float) -> dict[int, float]:
+        """Return how long each thread has run; one that was not known before, perhaps all along."""
         return {
-            ident: (ran_s - before[ident] if ident in before else min(ran_s, took_s)) / took_s
+            ident: ran_s - before[ident] if ident in before else min(ran_s, took_s)
             for ident, ran_s in self._clocks.items()
         }
 
@@ -219,11 +220,7 @@ class Sampler:
         """
         runners = []
         loops = {each.thread_id: each for each in self._loops}
-        # A thread that was not known then may have run ever since.
-        ran = {
-            ident: ran_s - before[ident] if ident in before else min(ran_s, took_s)
-            for ident, ran_s in self._clocks.items()
-        }
+        ran = self._ran_since(before, took_s)
         if sum(ran.values()) < took_s * _HOLDS:
             return []
         least_s = max(ran.values()) * _HOLDS

@@ -19,6 +19,7 @@ from asyncio.events import Handle
 from collections.abc import Callable
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
+from traceback import walk_stack, walk_tb
 from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -134,12 +135,10 @@ def awaiting(coroutine: object) -> Place:
 def raised_at(error: BaseException) -> Place:
     """Return the last line of user code that an error passed, else `NOWHERE`."""
     place = NOWHERE
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    for frame, line in walk_tb(error.__traceback__):
+        code = frame.f_code
         if not is_library(code.co_filename):
-            place = Place(code.co_filename, traceback.tb_lineno, _name_of(code))
-        traceback = traceback.tb_next
+            place = Place(code.co_filename, line, _name_of(code))
     return place
 
 
@@ -221,11 +220,8 @@ def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int
     if (task := asyncio.current_task(loop)) is None:
         return 0, None
     root = getattr(task.get_coro(), "cr_frame", None)
-    at: FrameType | None = frame
-    while at is not root:
-        if at is None:
-            return 0, None
-        at = at.f_back
+    if root is not None and all(each is not root for each, _ in walk_stack(frame)):
+        return 0, None
     return id(task), context_of(task)
 
 

@@ -1,18 +1,22 @@
-"""IG112 and IG113: code that does not work as intended with `isolation="process"`.
+"""IG111 to IG113: objects that several replicas share, or only seem to share.
 
-COUNTS[key] = 1      a global of the module: each process has one of its own    IG112
-Model.bind(lock)     an argument that no process can be sent                     IG113
+lock = asyncio.Lock()  an object of one event loop, reached by several replicas     IG111
+COUNTS[key] = 1        a global of the module: each process has one of its own      IG112
+Model.bind(lock)       an argument that no process can be sent                      IG113
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ingress.app.declaration.assignments import targets_of
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.app.declaration.loop_objects import LoopObject, loop_objects
 from ingress.check.findings import Finding
 from ingress.check.rules import RULES
 from ingress.check.sharing import MUTATORS, local_names
@@ -21,6 +25,32 @@ from ingress.check.state import State, state_around
 from ingress.check.subjects import subjects_of
 from ingress.core.base.settings import Settings
 from ingress.serving.processes.code import pickled_arguments
+
+
+def shared_objects(deployments: Iterable[BuiltDeployment], sources: Sources) -> Iterator[Finding]:
+    """Yield the objects of one loop that would be used on several.
+
+    A deployment whose `loop` is written has decided. Replicas in processes share no object.
+    """
+    found: defaultdict[LoopObject, list[BuiltDeployment]] = defaultdict(list)
+    for built in deployments:
+        config = built.deployment.config
+        if config.loop is None and config.isolation == "thread":
+            for each in loop_objects(built):
+                found[each].append(built)
+    for each, users in found.items():
+        if sum(built.deployment.config.replica_count for built in users) == 1 or not each.line:
+            continue
+        names = " and ".join(built.name for built in users)
+        path = Path(each.file).resolve()
+        if (file := sources.files.get(path)) is not None and file.allows("IG111", each.line):
+            continue
+        named = f" and is named in {each.named_in}" if each.named_in else ""
+        message = (
+            f"{each.name} ({each.kind}) belongs to one event loop{named}, so the replicas of "
+            f"{names} share a loop"
+        )
+        yield Finding(RULES["IG111"], path, each.line, 1, message, tuple(b.name for b in users))
 
 
 def findings_of_processes(
@@ -64,15 +94,12 @@ def _globals(function: Function, deployment: str, sources: Sources) -> Iterator[
 
 def _written(node: ast.AST, state: State) -> Iterator[str]:
     """Yield the names that a statement or an expression assigns to, or whose value it changes."""
-    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
-        several: list[ast.expr]
-        several = node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target]
-        for target in several:
-            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
-                inner = each.value if isinstance(each, ast.Subscript) else each
-                if isinstance(inner, ast.Name):
-                    yield inner.id
-    elif isinstance(node, ast.Call):
+    for target in targets_of(node):
+        for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+            inner = each.value if isinstance(each, ast.Subscript) else each
+            if isinstance(inner, ast.Name):
+                yield inner.id
+    if isinstance(node, ast.Call):
         owner, _, method = dotted(node.func).rpartition(".")
         if method in MUTATORS and owner in state.containers:
             yield owner
