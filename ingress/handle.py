@@ -219,9 +219,8 @@ class DeploymentHandle:
         options = self._options
         parent = CURRENT_CALL.get(None)
         deadline = None if parent is None else parent.deadline
-        priority = options.priority
-        if priority is None:
-            priority = 0 if parent is None else parent.metadata.priority
+        inherited = 0 if parent is None else parent.metadata.priority
+        priority = inherited if options.priority is None else options.priority
         metadata = RequestMetadata(
             # A batch has no request id of its own.
             request_id=(parent and parent.metadata.request_id) or new_request_id(),
@@ -264,13 +263,11 @@ class DeploymentHandle:
             parent.adopt(call)
         if deadline is not None and not call.is_over():
             self._directory.expire(call, deadline)
-        if call.settled:
-            pass  # too late to begin
-        elif not responses:
-            submit()
-        else:
+        if responses and not call.settled:
             call.waits_for = frozenset(response._call for response in responses)
             self._directory.when_resolved(responses, submit)
+        elif not call.settled:  # else it is too late to begin
+            submit()
         if channel is None:
             return DeploymentResponse(call)
         return DeploymentResponseGenerator(call, channel, self._directory)

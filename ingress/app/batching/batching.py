@@ -94,8 +94,7 @@ def batch(
         )
     if not isinstance(per_item_errors, bool):
         raise TypeError(f"per_item_errors must be True or False, got {per_item_errors!r}")
-    if batch_size_fn is not None:
-        _check_size_fn(batch_size_fn)
+    _check_size_fn(batch_size_fn)
 
     def decorate(func: Any) -> Any:
         if isinstance(func, (staticmethod, classmethod)):
@@ -119,9 +118,9 @@ def batch(
 
 
 def _check_size_fn(func: object) -> None:
-    if not callable(func):
+    if func is not None and not callable(func):
         raise TypeError(f"batch_size_fn must be a callable or None, got {func!r}")
-    if execution.kind(func) is not Kind.FUNCTION:
+    if func is not None and execution.kind(func) is not Kind.FUNCTION:
         raise TypeError(f"batch_size_fn must be a plain `def`, got {func!r}")
 
 

@@ -73,14 +73,12 @@ def load(
     if isinstance(found, Deployment):
         raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
     hint = "decorate its class with @serve.deployment and bind it"
-    if callable(found) and not isinstance(found, type):
-        if bound:
-            hint = f"did you mean {module_name}:{bound[0]}?"
-        elif isfunction(found) and not is_factory:
-            hint = "if it returns an application, add --factory"
-    raise NotAnApplication(
-        f"{target!r} is {_article(type(found).__name__)}, not a bound application; {hint}"
-    )
+    if bound and callable(found) and not isinstance(found, type):
+        hint = f"did you mean {module_name}:{bound[0]}?"
+    elif isfunction(found) and not is_factory:
+        hint = "if it returns an application, add --factory"
+    kind = _article(type(found).__name__)
+    raise NotAnApplication(f"{target!r} is {kind}, not a bound application; {hint}")
 
 
 def _is_builder(found: object) -> bool:
