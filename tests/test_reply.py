@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,7 +22,11 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
+from ingress.core.base.types import DeploymentID, RequestMetadata
+from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.engines import local_engine
 from ingress.serving.http.reply import HTTPReply
+from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.servers import (
     PATIENCE_S,
@@ -615,3 +621,68 @@ def test_a_client_that_does_not_read_suspends_a_websocket_that_sends() -> None:
         connection.request("/flood", headers=UPGRADE)
         connection.receive_until(b"xxx")
         assert steady(lambda: len(made)) < 150
+
+
+# Races of the call's end, and of its begin, with the end of its reply.
+
+
+class Held:
+    """A call's lock. Once the call is settled in user code's thread, that waits after release."""
+
+    def __init__(self, call: Call, may_go_on: Latch) -> None:
+        self.call, self.may_go_on, self.lock = call, may_go_on, call.lock
+        self.thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        if self.call.settled and threading.get_ident() == self.thread:
+            self.may_go_on.wait()
+
+
+def test_all_hear_of_the_end_of_a_call_whose_reply_has_left_meanwhile(
+    separate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its server's task finds the call settled, and leaves before the call has told of its end."""
+    if separate == "0":
+        pytest.skip("one thread does both")
+    may_go_on, heard = Latch(), Latch()
+
+    @serve.deployment
+    class Quick:
+        async def __call__(self) -> str:
+            call = CURRENT_CALL.get()
+            call.when_settled(lambda _: heard.count_down())
+            call.lock = Held(call, may_go_on)  # type: ignore[assignment]
+            return "quick"
+
+    port = served(bind(Quick))
+    assert get(port, "/").body == b"quick"
+    wait_until(lambda: not local_engine().http.proxy.in_flight.replies)
+    may_go_on.count_down()
+    heard.wait()
+    wait_until(lambda: ongoing() == 0)
+    assert not [each.getMessage() for each in caplog.records if each.levelno > logging.INFO]
+
+
+def test_work_whose_reply_has_left_before_it_begins_runs_all_the_same() -> None:
+    """Its call was admitted, and cut at that moment."""
+
+    async def unused(*_: object) -> Any:
+        raise AssertionError("the reply has left")
+
+    async def begun() -> object:
+        router = Router(DeploymentID("D"))
+        metadata = RequestMetadata("", router.deployment_id)
+        reply = HTTPReply(metadata, router, {"path": "/path"}, unused, unused)
+        call, work = reply.call, reply.work
+        runner: Any = SimpleNamespace(loop=None)
+        call.runner = runner
+        reply.leave(None)
+        CURRENT_CALL.set(call)
+        code: Any = SimpleNamespace(http=lambda scope, receive, send: scope["path"])
+        return work(code)
+
+    assert asyncio.run(begun()) == "/path"

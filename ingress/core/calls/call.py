@@ -90,10 +90,12 @@ class Work:
     scope        the ASGI scope of a request; `None` for all other calls
     streamed_at  when the response of a request began to be streamed; 0 if it did not
     answered_at  when the answer to a request with a deadline was sent; 0 if at its work's end
+    has_answer   the whole answer was sent: what still runs is a background task
     """
 
     __slots__ = ()
     scope: Scope | None = None
+    has_answer: bool = False
     streamed_at: float = 0.0
     answered_at: float = 0.0
 

@@ -257,7 +257,7 @@ class Reply:
         runner = call.runner
         if not (
             call.error is None
-            and self.work.has_answer
+            and call.work.has_answer  # not `self.work`: `respond` may have left already
             and self.is_http
             and runner is not None
             and runner.loop is not self.loop

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Message, Scope
 
 from ingress.app.asgi import route_template
-from ingress.core.calls.call import NO_CONTEXT, Call, Runner, Work
+from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
 from ingress.core.calls.channel import YIELD_EVERY, Channel
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
 from ingress.exceptions import RayServeException, StreamClosedError
@@ -68,7 +68,9 @@ class HTTPWork(Work):
         self._is_pumping = False
         self._start: Message | None = None
         self._sent = 0
-        runner = reply.call.runner
+        # Not `reply.call`. Race with the HTTP loop, which cuts a call that is about to begin: the
+        # reply may have left already.
+        runner = CURRENT_CALL.get().runner
         assert runner is not None
         send = self.send_here if runner.loop is reply.loop else self.send
         return user_code.http(self.scope, self.receive, send)
