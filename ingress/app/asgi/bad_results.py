@@ -16,8 +16,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from textwrap import dedent
 from traceback import walk_tb
+from types import CodeType
 
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import ResponseValidationError
@@ -224,8 +226,11 @@ def _line(func: Callable[..., object] | None, find: _Find) -> int:
     It is the line of the function itself if there are several nodes, or no `return`.
     """
     code = None if func is None else code_of(inspect.unwrap(func))
-    if code is None:
-        return 0
+    return 0 if code is None else _line_in(code, find)
+
+
+@lru_cache(maxsize=1000)  # read once: clients may cause such errors again and again
+def _line_in(code: CodeType, find: _Find) -> int:
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(dedent("".join(lines)))
