@@ -40,6 +40,7 @@ from benchmarks.servers import ROOT
 
 PACKAGE = str(Path(serve.__file__).parent) + os.sep
 REQUESTS = 100
+WARM_UP = 2_000  # before that, each request is noted as one of the slowest
 FLAGS = {"default": {}, "both 0": {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -132,11 +133,10 @@ async def _count_here(target: str) -> tuple[dict[str, float], list[tuple[str, st
 
     found: Counter[str] = Counter()
     calls: Counter[tuple[str, str]] = Counter()
-    counting = threading.Event()
 
     def enter(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and counting.is_set() and code.co_filename.startswith(PACKAGE):
+        if event == "call" and code.co_filename.startswith(PACKAGE):
             called = code.co_filename.removeprefix(PACKAGE)
             found[f"{called}:{code.co_qualname}"] += 1
             above = frame.f_back
@@ -152,14 +152,16 @@ async def _count_here(target: str) -> tuple[dict[str, float], list[tuple[str, st
         await stack.enter_async_context(started(application))
         config = Config(application, http="httptools", lifespan="off", access_log=False)
         config.load()
+        await cost_us(config, target, 1, WARM_UP)
+        found.clear()
+        calls.clear()
         await cost_us(config, target, 1, REQUESTS)
-        counting.set()
-        await cost_us(config, target, 1, REQUESTS)
-        counting.clear()
-    sys.setprofile(None)
+        sys.setprofile(None)
+        threading.setprofile(None)
+        counted, called_from = found.copy(), calls.copy()
     least = REQUESTS / 2
-    functions = {n: times / REQUESTS for n, times in sorted(found.items()) if times >= least}
-    between = [(*pair, times / REQUESTS) for pair, times in calls.items() if times >= least]
+    functions = {n: times / REQUESTS for n, times in sorted(counted.items()) if times >= least}
+    between = [(*pair, times / REQUESTS) for pair, times in called_from.items() if times >= least]
     return functions, [each for each in between if each[0] != each[1]]
 
 

@@ -33,8 +33,10 @@ def route_template(scope: Scope) -> str | None:
     template: str = getattr(route, "path", "")
     if "app_root_path" in scope:
         template = scope["root_path"].removeprefix(scope["app_root_path"]) + template
-    shown = all("{" + name in template for name in scope.get("path_params", ()))
-    return template if shown else None
+    for name in scope.get("path_params", ()):
+        if "{" + name not in template:
+            return None
+    return template
 
 
 class RouteTemplates:

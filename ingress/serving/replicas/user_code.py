@@ -226,10 +226,13 @@ class PublicMethods:
         self._own: Mapping[str, Any] = getattr(target, "__dict__", {})
 
     def __contains__(self, name: str) -> bool:
-        # Looked up on the class, so that no property of the user's runs; not on its metaclass.
-        is_of_class = any(name in vars(base) for base in self._cls.__mro__)
-        found = getattr(self._cls, name, None) if is_of_class else None
-        return not name.startswith("_") and (callable(found) or callable(self._own.get(name)))
+        if name.startswith("_"):
+            return False
+        for base in self._cls.__mro__:  # not on its metaclass
+            if name in vars(base):
+                # Looked up on the class, so that no property of the user's runs.
+                return callable(getattr(self._cls, name, None)) or callable(self._own.get(name))
+        return callable(self._own.get(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(name for name in {*dir(self._cls), *self._own} if name in self))
