@@ -179,6 +179,10 @@ DOUBLED = "\n".join(
 
 NESTED = "\n".join(f"a{n}: &a{n} {'[' * 30}{n and f'*a{n - 1}'}{']' * 30}" for n in range(60))
 
+# A merge of each would copy so many keys, or mappings, each time: minutes, and all of the memory.
+KEYS = ", ".join(f"k{number}: 1" for number in range(20_000))
+MERGES = f"a:\n  &a {{{KEYS}}}\nb: {{{', '.join(['<<: *a'] * 50_000)}}}"
+LISTS = f"a:\n  &a [{', '.join(['{}'] * 20_000)}]\nb: {{{', '.join(['<<: *a'] * 50_000)}}}"
 HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "10 MB": (b"a: " + b"x" * 10_000_000, " has more than 1,000,000 bytes"),
     "deep nesting": ("a: " + "[" * 900, ":1:43: nested more than 40 levels deep"),
@@ -186,6 +190,8 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "aliases that nest": (NESTED, ":2:39: nested more than 40 levels deep"),
     "deeper than libyaml goes": ("a: " + "[" * 100_000, "nest"),  # from 0.2.6 on, in its words
     "anchors that expand": (f"a: &a [x]\n{DOUBLED}", "values, with aliases expanded"),
+    "merges of a large mapping": (MERGES, ":3:4: more than 100,000 values, with aliases expanded"),
+    "merges of a large list": (LISTS, ":3:4: more than 100,000 values, with aliases expanded"),
     "an anchor in itself": ("a: &a [*a]", ":1:8: *a is inside of its own anchor"),
     "no such anchor": ("a: *b", ":1:4: there is no anchor &b before this"),
     "a key twice": ("a: 1\nb: 2\na: 3", ":3:1: the key 'a' occurs twice, first at 1:1; remove"),

@@ -190,34 +190,42 @@ class _Tree:
             raise self._wrong(event, _TOO_DEEP)
         self._depth += 1
         if isinstance(event, yaml.MappingStartEvent):
-            inside = self._fill_mapping(node)
+            self._fill_mapping(node, event)
         else:
-            inside = node.value = list(map(self._node, self._up_to_end()))
+            node.value = [self._part(node, event, self._node(each)) for each in self._up_to_end()]
         self._depth -= 1
-        node.size += sum(each.size for each in inside)
-        node.height = 1 + max((each.height for each in inside), default=0)
+
+    def _part(self, node: Node, start: yaml.Event, part: Node) -> Node:
+        """Return a part of a collection, whose size and height it counts at once.
+
+        A mapping may merge the same large one again and again: one that is counted at its end takes
+        minutes to get there.
+        """
+        node.size += part.size
+        node.height = max(node.height, 1 + part.height)
         if node.size > MOST_VALUES:
-            raise self._wrong(event, f"more than {MOST_VALUES:,} values, with aliases expanded")
+            raise self._wrong(start, f"more than {MOST_VALUES:,} values, with aliases expanded")
+        return part
 
     def _up_to_end(self) -> Iterator[yaml.Event]:
         return itertools.takewhile(
             lambda e: not isinstance(e, yaml.CollectionEndEvent), self._events
         )
 
-    def _fill_mapping(self, node: Node) -> list[Node]:
+    def _fill_mapping(self, node: Node, start: yaml.Event) -> None:
         """Take keys and values, and those of `<<:` that it does not have itself."""
-        own, merged = {}, []
+        node.value, merged = {}, []
         for event in self._up_to_end():
             if isinstance(event, yaml.ScalarEvent) and _tag_of(event) == _MERGE:
-                merged += self._mappings(next(self._events))
+                mappings = self._mappings(next(self._events))
+                merged += [self._part(node, start, each) for each in mappings]
             else:
                 key = self._key(node, event)
-                own[key] = self._node(next(self._events))
-        node.value = own
+                node.value[key] = self._part(node, start, self._node(next(self._events)))
         for each in merged:  # of two that have a key, the first wins
-            node.value = {**each.value, **node.value}
-            node.keys = {**each.keys, **node.keys}
-        return [*own.values(), *merged]
+            for key, value in each.value.items():
+                node.value.setdefault(key, value)
+                node.keys.setdefault(key, each.keys[key])
 
     def _mappings(self, event: yaml.Event) -> list[Node]:
         node = self._node(event)
