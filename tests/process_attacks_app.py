@@ -29,7 +29,8 @@ PLACE = Struct("<IQQ")
 UP = 1 << 63
 PLAIN, PARTS, SHARED, NEW = range(4)
 LOST, DROP = 254, 255
-NO_NEWS: tuple[Any, ...] = ({}, {}, {}, 0, {}, {}, {}, [], [])
+COUNTS: tuple[Any, ...] = ({}, {}, 0, {}, {}, {})
+NO_NEWS: tuple[Any, ...] = (COUNTS, {}, [], [])
 
 app = FastAPI()
 
@@ -104,10 +105,13 @@ NEWS: dict[str, Attack] = {
     "models-without-names": lambda n: (
         frame(Kind.MODELS, 0, pickle.dumps(frozenset((1, "m")))), []
     ),
-    "no-counters": lambda n: (frame(Kind.REPORT, 0, pickle.dumps(("x",) * 9)), []),
-    "no-latency": lambda n: (frame(Kind.REPORT, 0, pickle.dumps(({"m": 5}, *NO_NEWS[1:]))), []),
+    "no-counters": lambda n: (frame(Kind.REPORT, 0, pickle.dumps(("x",) * 4)), []),
+    "no-batches": lambda n: (
+        frame(Kind.REPORT, 0, pickle.dumps((({"m": 5}, *COUNTS[1:]), {}, [], []))), []
+    ),
+    "no-latency": lambda n: (frame(Kind.REPORT, 0, pickle.dumps((COUNTS, {"m": 5}, [], []))), []),
     "no-metric": lambda n: (
-        frame(Kind.REPORT, 0, pickle.dumps((*NO_NEWS[:7], ["metric"], []))), []
+        frame(Kind.REPORT, 0, pickle.dumps((COUNTS, {}, ["metric"], []))), []
     ),
     "no-pickle": lambda n: (frame(Kind.REPORT, 0, b"no pickle"), []),
 }  # fmt: skip

@@ -25,7 +25,7 @@ Only these modules touch FastAPI's route internals.
 from ingress.app.asgi.parts import Part
 from ingress.app.asgi.replica_app import ASGI, ReplicaApp
 from ingress.app.asgi.routes import RouteInfo
-from ingress.app.asgi.spec import BoundApp, IngressSpec, ingress
+from ingress.app.asgi.spec import BoundApp, IngressSpec, bound_app_of, ingress
 from ingress.app.asgi.template import RouteTemplates, route_template
 from ingress.app.asgi.unserved_routes import log_if_not_callable
 
@@ -37,6 +37,7 @@ __all__ = [
     "ReplicaApp",
     "RouteInfo",
     "RouteTemplates",
+    "bound_app_of",
     "ingress",
     "log_if_not_callable",
     "route_template",

@@ -64,6 +64,15 @@ class IngressSpec:
         return BoundApp(cls, None, BoundRoutes(app, cls))
 
 
+def bound_app_of(func_or_class: Callable[..., Any]) -> BoundApp | None:
+    """Return the app that `@serve.ingress` gave to a class, bound to it; `None` without one.
+
+    Raises `TypeError` or `RayServeException` for bad routes.
+    """
+    spec: IngressSpec | None = getattr(func_or_class, "__ingress_spec__", None)
+    return spec.bind(func_or_class) if spec and isinstance(func_or_class, type) else None
+
+
 @dataclass(eq=False, slots=True)
 class BoundApp:
     """The app of one deployment. Thread-safe: the replicas share it.

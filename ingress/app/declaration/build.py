@@ -24,7 +24,7 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
-from ingress.app.asgi import BoundApp, IngressSpec
+from ingress.app.asgi import BoundApp, bound_app_of
 from ingress.app.declaration.arguments import replaced
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.config import LoggingConfig, options_not_acted_on
@@ -63,9 +63,7 @@ class BuiltDeployment:
 
         `None` if the class has no app. Raises `TypeError` or `RayServeException` for bad routes.
         """
-        cls = self.deployment.func_or_class
-        spec: IngressSpec | None = getattr(cls, "__ingress_spec__", None)
-        return spec.bind(cls) if spec is not None and isinstance(cls, type) else None
+        return bound_app_of(self.deployment.func_or_class)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from ray import serve as ray_serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.app.asgi import ASGI
+from ingress.app.asgi import ASGI, bound_app_of
 from ingress.app.declaration.build import fill
 from ingress.context import REPLICA
 from ingress.core.base.settings import Settings
@@ -92,7 +92,6 @@ class RayReplica:
     async def _start(self, replica_id: ReplicaID) -> None:
         spec, settings = self._spec, Settings.from_environment()
         target = spec.code.resolve()
-        app_spec = getattr(target, "__ingress_spec__", None)
         given_args, given_kwargs = pickle.loads(spec.arguments)
         args, kwargs = fill(
             given_args,
@@ -109,7 +108,7 @@ class RayReplica:
             partial(
                 ThreadHost,
                 func_or_class=target,
-                bound_app=None if app_spec is None else app_spec.bind(target),
+                bound_app=bound_app_of(target),
                 num_cpus=spec.num_cpus,
                 lanes=spec.lanes,
                 sync_in_threadpool=settings.run_sync_in_threadpool,

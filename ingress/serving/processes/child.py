@@ -17,6 +17,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
 
+from ingress.app.asgi import bound_app_of
 from ingress.app.declaration.build import fill
 from ingress.core.base.settings import Settings, take_pinned_cpus
 from ingress.core.base.types import DeploymentID
@@ -95,13 +96,12 @@ def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, FrameServer, Si
         pickle_by_value()
     target = spec.code.resolve()
     take_over(logs, spec.log_levels)
-    app_spec = getattr(target, "__ingress_spec__", None)
     replica = spec.make_replica(
         spec.replica_id,
         partial(
             ThreadHost,
             func_or_class=target,
-            bound_app=None if app_spec is None else app_spec.bind(target),
+            bound_app=bound_app_of(target),
             num_cpus=spec.num_cpus,
             lanes=spec.lanes,
             sync_in_threadpool=spec.sync_in_threadpool,

@@ -112,12 +112,13 @@ class FrameServer:
         self._tell_models()
         stalls = [each for each in WATCHDOG.stalls() if each.is_over]
         new = stalls[stalls.index(self._last_stall) + 1 :] if self._last_stall in stalls else stalls
-        counts = (*self.replica.host.counts(), copied(self.replica.stalls), series.collected())
-        report = dumps((*counts, new))
+        counts = tuple(self.replica.host.counts())
+        told = counts, copied(self.replica.stalls), series.collected()
+        report = dumps((*told, new))
         if report != self._reported:
             self.frames.post(Kind.REPORT, 0, report)
             # Without the stalls, so that they are not told again.
-            self._reported = dumps((*counts, []))
+            self._reported = dumps((*told, []))
             self._last_stall = stalls[-1] if stalls else None
 
     def excuse(self) -> None:

@@ -45,7 +45,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.types import Message, Scope
 
-from ingress.core.base.counters import BatchCount, LaneLoad, Latency
+from ingress.core.base.counters import BatchCount, Latency
 from ingress.core.base.snapshot import UserMetric
 from ingress.core.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
 from ingress.core.calls.tracing import SpanHeaders
@@ -140,20 +140,10 @@ class ReplicaSpec:
 class Report(NamedTuple):
     """The counters of a child: those of its host, and the stalls since the last report."""
 
-    batches: dict[str, BatchCount]
-    batch_queues: dict[str, int]
-    model_gets: int
-    model_times: dict[str, Latency]
-    lanes: dict[str, LaneLoad]
-    thread_waits: dict[str, Latency]
+    counts: HostCounts
     stalls: dict[str, Latency]
     metrics: list[UserMetric]
     new_stalls: list[Stall]
-
-    @property
-    def counts(self) -> HostCounts:
-        models = self.model_gets, self.model_times
-        return HostCounts(self.batches, self.batch_queues, *models, self.lanes, self.thread_waits)
 
 
 def report_of(content: memoryview) -> Report:
@@ -167,11 +157,12 @@ def report_of(content: memoryview) -> Report:
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise ValueError(f"{error.error_count()} of its values are none, as {place!r}") from None
-    report = Report(*told)
-    for latencies in (report.stalls, report.model_times, report.thread_waits):
+    counts, *others = told
+    report = Report(HostCounts(*counts), *others)
+    for latencies in (report.stalls, report.counts.model_times, report.counts.thread_waits):
         for each in latencies.values():
             Latency().merge(each)
-    for batch in report.batches.values():
+    for batch in report.counts.batches.values():
         BatchCount().merge(batch)
     for metric in report.metrics:
         user_metrics.check(metric)
