@@ -352,8 +352,10 @@ def request_stack(scope: Scope) -> AsyncExitStack | None:
 
 def is_late_error(error: BaseException) -> bool:
     """Return whether this is Starlette's error for one that has a handler, and came too late."""
+    if type(error) is not RuntimeError:
+        return False
     places = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
-    return type(error) is RuntimeError and places[-1:] == [wrap_app_handling_exceptions.__module__]
+    return places[-1:] == [wrap_app_handling_exceptions.__module__]
 
 
 def waiting_for_threads(body: object) -> Iterable[object] | None:
