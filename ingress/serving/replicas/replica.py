@@ -26,10 +26,7 @@ from ingress.core.base.snapshot import ReplicaCounts
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, NO_WORK, Call
 from ingress.core.calls.compat import cancel_once
-from ingress.core.calls.loops import (
-    run_on,
-    running_loop,
-)
+from ingress.core.calls.loops import run_on, running_loop
 from ingress.core.calls.notable import NOTABLE
 from ingress.core.calls.retries import NotBegunError
 from ingress.core.calls.tracing import TRACING, note_exemplar, trace_begin
@@ -43,7 +40,6 @@ from ingress.telemetry.logs.identity import name_records
 from ingress.telemetry.watchdog import WATCHDOG
 
 MAX_ERROR_TYPES = 200  # pairs of route and type; user code may make types while it runs
-ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
 
 logger = logging.getLogger("ingress")
 
