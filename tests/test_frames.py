@@ -21,7 +21,7 @@ NOTED = 8
         ("async", "default", 53, 25),
         ("async", "both 0", 48, 25),
         ("def", "default", 69, 27),
-        ("stream of 3", "default", 115, 29),
+        ("stream of 3", "default", 111, 29),
         ("with a handle", "default", 124, 30),
     ],
 )

@@ -91,22 +91,28 @@ class HTTPWork(Work):
 
     async def send(self, message: Message) -> None:
         """Send a message from another loop than the server's."""
-        if self._outbound is not None:
-            await self._put(message)
-            self.has_answer = not message.get("more_body")
-        elif message["type"] == "http.response.start":
-            self._start = message
-            if not _has_length(message):
-                await self._stream()  # the body may take a while, and the client wants the start
-        elif message["type"] == "http.response.body" and not message.get("more_body"):
-            if self._start is None:
-                raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
-            self.has_answer = True
-            self.reply.mailbox.post(self.reply.complete, self._start, message)
-            self._start = None
-        else:
+        if self._outbound is None:
+            if message["type"] == "http.response.start":
+                self._start = message
+                if not _has_length(message):
+                    await self._stream()  # the body may take a while, the client wants the start
+                return
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                if self._start is None:
+                    raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
+                self.has_answer = True
+                self.reply.mailbox.post(self.reply.complete, self._start, message)
+                self._start = None
+                return
             await self._stream()
-            await self._put(message)
+        assert self._outbound is not None
+        try:
+            await self._outbound.put(message, size_of(message))
+        except StreamClosedError:
+            self.is_heard = True
+            raise
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self.has_answer = True
 
     async def _stream(self) -> None:
         """Send the response message by message from now on."""
@@ -114,14 +120,6 @@ class HTTPWork(Work):
         if self._start is not None:
             await self._outbound.put(self._start)
         self.reply.mailbox.post(self.reply.open, self._outbound)
-
-    async def _put(self, message: Message) -> None:
-        assert self._outbound is not None
-        try:
-            await self._outbound.put(message, size_of(message))
-        except StreamClosedError:
-            self.is_heard = True
-            raise
 
     async def send_here(self, message: Message) -> None:
         """Send a message on the server's own loop."""
