@@ -11,6 +11,7 @@ lower. A reader cannot look its name up, but has to know who passed the object i
 
     stream of 3    an `async def` endpoint that returns a StreamingResponse of three chunks
     with a handle  an `async def` endpoint that awaits a call of another deployment
+    in a process   the frames of `async` on the server's side; `in the child` are those over there
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -50,9 +52,43 @@ TARGETS = {
     "def": "/def",
     "stream of 3": "/stream",
     "with a handle": "/handle",
+    "in a process": "/async",
+    "in the child": "/async",
 }
 
 app = FastAPI()
+
+
+class Profile:
+    """The functions of `ingress` that were entered, and the calls between its modules."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    def clear(self) -> None:
+        self.found, self.calls = Counter(), Counter()
+
+    def enter(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            called = code.co_filename.removeprefix(PACKAGE)
+            self.found[f"{called}:{code.co_qualname}"] += 1
+            above = frame.f_back
+            while above is not None and not above.f_code.co_filename.startswith(PACKAGE):
+                above = above.f_back
+            if above is not None:
+                self.calls[above.f_code.co_filename.removeprefix(PACKAGE), called] += 1
+
+    def per_request(self) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
+        """Return both without what fewer than half of the requests enter."""
+        least = REQUESTS / 2
+        functions = {n: t / REQUESTS for n, t in sorted(self.found.items()) if t >= least}
+        calls = [(*pair, t / REQUESTS) for pair, t in self.calls.items() if t >= least]
+        return functions, [each for each in calls if each[0] != each[1]]
+
+
+PROFILE = Profile()
 
 
 async def chunks() -> AsyncIterator[bytes]:
@@ -71,6 +107,13 @@ class Leaf:
 class Endpoints:
     def __init__(self, leaf: Any) -> None:
         self.leaf = leaf
+        sys.setprofile(PROFILE.enter)  # of the user loop, in a child too
+
+    async def profile(self, *, is_new: bool) -> Profile:
+        """Return what was counted in this process until now, or since then."""
+        if is_new:
+            PROFILE.clear()
+        return PROFILE
 
     @app.get("/async", response_model=None)
     async def async_endpoint(self) -> str:
@@ -120,49 +163,36 @@ def _dotted(path: str) -> str:
     return module.removesuffix(".__init__")
 
 
-def count(target: str, flags: str) -> Count:
+def count(name: str, flags: str) -> Count:
     """Count the frames in a separate process, because an application reads its flags once."""
-    command = [sys.executable, "-m", "benchmarks.frames", "--target", target]
+    command = [sys.executable, "-m", "benchmarks.frames", "--target", name]
     env = {**os.environ, **FLAGS[flags], "INGRESS_STALL_THRESHOLD_MS": "0"}
     ran = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
     return Count(*json.loads(ran.stdout))
 
 
-async def _count_here(target: str) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
+async def _count_here(name: str) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
     from benchmarks.steps import cost_us, started
 
-    found: Counter[str] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
-
-    def enter(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
-            called = code.co_filename.removeprefix(PACKAGE)
-            found[f"{called}:{code.co_qualname}"] += 1
-            above = frame.f_back
-            while above is not None and not above.f_code.co_filename.startswith(PACKAGE):
-                above = above.f_back
-            if above is not None:
-                calls[above.f_code.co_filename.removeprefix(PACKAGE), called] += 1
-
-    threading.setprofile(enter)
-    sys.setprofile(enter)
+    threading.setprofile(PROFILE.enter)
+    sys.setprofile(PROFILE.enter)
     async with AsyncExitStack() as stack:
-        application: Any = Endpoints.bind(Leaf.bind())  # type: ignore[attr-defined]
+        isolation = "process" if name in ("in a process", "in the child") else "thread"
+        application: Any = Endpoints.options(isolation=isolation).bind(Leaf.bind())  # type: ignore[attr-defined]
         await stack.enter_async_context(started(application))
         config = Config(application, http="httptools", lifespan="off", access_log=False)
         config.load()
-        await cost_us(config, target, 1, WARM_UP)
-        found.clear()
-        calls.clear()
-        await cost_us(config, target, 1, REQUESTS)
+        await cost_us(config, TARGETS[name], 1, WARM_UP)
+        handle = serve.get_app_handle("default")
+        await handle.profile.remote(is_new=True)
+        PROFILE.clear()
+        await cost_us(config, TARGETS[name], 1, REQUESTS)
         sys.setprofile(None)
         threading.setprofile(None)
-        counted, called_from = found.copy(), calls.copy()
-    least = REQUESTS / 2
-    functions = {n: times / REQUESTS for n, times in sorted(counted.items()) if times >= least}
-    between = [(*pair, times / REQUESTS) for pair, times in called_from.items() if times >= least]
-    return functions, [each for each in between if each[0] != each[1]]
+        profile = copy(PROFILE)
+        if name == "in the child":
+            profile = await handle.profile.remote(is_new=False)
+    return profile.per_request()
 
 
 def main() -> int:
@@ -172,9 +202,9 @@ def main() -> int:
     if options.target:
         print(json.dumps(uvloop.run(_count_here(options.target))))
         return 0
-    for name, target in TARGETS.items():
+    for name in TARGETS:
         for flags in FLAGS:
-            counted = count(target, flags)
+            counted = count(name, flags)
             climbs = round(sum(counted.climbs().values()))
             print(
                 f"{name}, {flags}: {counted.frames} frames in {counted.modules} modules, "
@@ -184,4 +214,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks import frames  # a child imports the class by its module's name
+
+    sys.exit(frames.main())

@@ -23,7 +23,6 @@ from ingress.serving.processes.frames import (
     Buffers,
     FrameError,
     Frames,
-    decode,
     encode,
     loads,
     size_of_content,
@@ -63,7 +62,7 @@ class ChildCalls:
                 raise FrameError(f"call {number} after call {self._last}")
             self._last = number
             try:
-                self._begin(kind, number, decode(content, buffers))
+                self._begin(kind, number, loads(content, buffers))
             except Exception as error:  # of the arguments, or of a deployment that is gone
                 self._frames.post(Kind.FAILED, number, pickled_error(error))
         elif kind not in (Kind.CREDIT, Kind.WAIT, Kind.CANCEL, Kind.CLOSE):

@@ -27,7 +27,6 @@ from ingress.serving.processes.frames import (
     Buffers,
     Content,
     Frames,
-    decode,
     dumps,
     encode,
     loads,
@@ -133,7 +132,7 @@ class FrameServer:
         # Else a request that ends this process here would end one replica after the other.
         self._page.read(number)
         try:
-            call = self._arrived(kind, number, decode(content, buffers))
+            call = self._arrived(kind, number, loads(content, buffers))
         except Exception as error:  # of reading the arguments, which may run user code
             self.frames.post(Kind.FAILED, number, pickled_error(error))
             return

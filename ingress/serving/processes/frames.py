@@ -13,7 +13,7 @@ no other is likely to follow, of a lone call, is written at once. A content of
 64 KiB or more crosses in shared memory: `segments`. The write side never blocks: what the socket
 does not take waits here, and the windows and slots of calls bound it. Nothing listens, and the
 sockets have no name: only the child inherits its end. So its frames may be unpickled, and `loads`
-and `decode` are for nothing else.
+is for nothing else.
 
 User code in the child can find the socket, and write to it. What is no frame ends the connection,
 with a `FrameError` for its owner: also a frame that is longer than any, or of which only a part
@@ -86,11 +86,6 @@ def dumps(value: object) -> bytes:
     return _written(value)
 
 
-def loads(content: bytes | memoryview) -> Any:
-    """Return the value of a pickle that arrived in a frame. A pickle can run any code."""
-    return _read(content)
-
-
 def encode(value: object) -> Content:
     """Return a value as a content. The arrays in it are copied once, into the frame."""
     buffers: list[pickle.PickleBuffer] = []
@@ -98,9 +93,17 @@ def encode(value: object) -> Content:
     return [content, *(each.raw() for each in buffers)] if buffers else content
 
 
-def decode(content: memoryview, buffers: Buffers) -> Any:
-    """Return the value of a content. The arrays in it are read-only, and are not copied."""
-    return _read(content, buffers=buffers)
+def loads(content: bytes | memoryview, buffers: Buffers = ()) -> Any:
+    """Return the value of a content, whose code may raise anything: also here, it ends no loop.
+
+    The arrays in it are read-only, and are not copied.
+    """
+    try:
+        return pickle.loads(content, buffers=buffers)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise UserCodeExit(error, "a value that arrived") from error
 
 
 def _written(value: object, **options: Any) -> bytes:
@@ -111,16 +114,6 @@ def _written(value: object, **options: Any) -> bytes:
         raise
     except BaseException as error:
         raise UserCodeExit(error, "a value that was to be sent") from error
-
-
-def _read(content: bytes | memoryview, buffers: Buffers = ()) -> Any:
-    """Return the value of a pickle, whose code may raise anything: also here, it ends no loop."""
-    try:
-        return pickle.loads(content, buffers=buffers)
-    except Exception:
-        raise
-    except BaseException as error:
-        raise UserCodeExit(error, "a value that arrived") from error
 
 
 def outside(body: bytes) -> bytes | pickle.PickleBuffer:
@@ -250,7 +243,10 @@ class Frames:
         while chunks and self.is_open:
             data, descriptor = chunks[0]
             try:
-                sent = self._sent(data, descriptor)
+                if descriptor < 0:
+                    sent = self._end.send(data)
+                else:
+                    sent = self._end.sendmsg((data,), _rights(descriptor))
             except (BlockingIOError, InterruptedError):
                 self._is_waiting = True
                 self._loop.add_writer(self._end, self._write)
@@ -273,12 +269,6 @@ class Frames:
             self._is_waiting = False
             if self.is_open:
                 self._loop.remove_writer(self._end)
-
-    def _sent(self, data: bytes | memoryview, descriptor: int) -> int:
-        if descriptor < 0:
-            return self._end.send(data)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", (descriptor,)))]
-        return self._end.sendmsg((data,), rights)
 
     def _drop_output(self) -> None:
         for _, descriptor in self._chunks:
@@ -430,6 +420,10 @@ class Frames:
         if self._rest is not None:
             self._rest.cancel()
         self._loop.call_soon(self._on_lost)
+
+
+def _rights(descriptor: int) -> list[tuple[int, int, array[int]]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", (descriptor,)))]
 
 
 def _pieces(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:

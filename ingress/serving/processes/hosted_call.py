@@ -111,7 +111,7 @@ def hosted_request(
     return call
 
 
-class HostedRequest(Work):
+class HostedRequest(Work, Waiters):
     """The work of one HTTP request or WebSocket in a child. Owned by the user loop."""
 
     __slots__ = (
@@ -125,7 +125,6 @@ class HostedRequest(Work):
         "_start",
         "_taken",
         "_template",
-        "_waiters",
         "call",
         "scope",
     )
@@ -137,7 +136,7 @@ class HostedRequest(Work):
         self._first = first
         self._inputs: deque[tuple[Message, int]] = deque()
         self._taken = Taken()
-        self._waiters: Waiters | None = None  # most requests arrive as a whole
+        self.futures = ()  # of `receive`; most requests arrive as a whole
         self._start: Message | None = None
         self._answer: Content | None = None  # a complete response that is not sent yet
         self._is_streaming = self._is_complete = self._is_gone = False
@@ -173,16 +172,14 @@ class HostedRequest(Work):
     def accept(self, message: Message, size: int) -> None:
         """Take a message of the client, which counts `size` bytes in its window."""
         self._inputs.append((message, size))
-        self._wake()
+        if self.futures:
+            self.wake()
 
     def close(self) -> None:
         """Have `receive` report the disconnect: the client is gone."""
         self._is_gone = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiters is not None:
-            self._waiters.wake()
+        if self.futures:
+            self.wake()
 
     async def _receive(self) -> Message:
         if self._first is not None:
@@ -193,9 +190,7 @@ class HostedRequest(Work):
                 if self._is_http:
                     return {"type": "http.disconnect"}
                 return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
-            if self._waiters is None:
-                self._waiters = Waiters()
-            await self._waiters.wait()
+            await self.wait()
         message, size = self._inputs[0]
         if message["type"].endswith(".disconnect"):
             return message  # the last one, for every later `receive`
@@ -230,7 +225,8 @@ class HostedRequest(Work):
     def _complete(self) -> None:
         """Note that the response is complete: a `receive` that waits reports the disconnect."""
         self._is_complete = True
-        self._wake()
+        if self.futures:
+            self.wake()
 
     def take_answer(self) -> Content | None:
         """Return the complete response if it is yet to be sent."""
@@ -239,9 +235,8 @@ class HostedRequest(Work):
 
     def flush(self) -> None:
         """Send the response that is held back for the last frame."""
-        answer = self.take_answer()
-        if answer is not None:
-            self.call.frames.post(Kind.RESPONSE, self.call.number, answer)
+        if self._answer is not None:
+            self.call.frames.post(Kind.RESPONSE, self.call.number, self.take_answer() or b"")
 
     async def _stream(self, message: Message) -> None:
         """Send one message, at the pace of the client."""

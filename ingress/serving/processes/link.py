@@ -29,7 +29,7 @@ from ingress.core.calls.retries import NotBegunError
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.serving.processes.child_calls import ChildCalls, MakeHandle
 from ingress.serving.processes.errors import end_of, not_begun, unpickled_error, unreadable
-from ingress.serving.processes.frames import Buffers, Content, FrameError, Frames, decode, dumps
+from ingress.serving.processes.frames import Buffers, Content, FrameError, Frames, dumps, loads
 from ingress.serving.processes.messages import (
     OF_CALLS,
     RESPONSE_BODY,
@@ -90,7 +90,7 @@ class RemoteWork:
                 self._arrived += response_messages(content, buffers)
                 self.end()
             elif kind == Kind.DONE:
-                self.end(decode(content, buffers) if content else None)
+                self.end(loads(content, buffers) if content else None)
             elif kind == Kind.FAILED:
                 error = unpickled_error(content)
                 if isinstance(error, NotBegunError) and not self.can_move:
@@ -122,7 +122,7 @@ class RemoteWork:
             elif kind == Kind.OUTPUT:
                 self._arrived.append(message_of(content, buffers))
             elif kind == Kind.ITEM:
-                self._arrived.append(decode(content, buffers))
+                self._arrived.append(loads(content, buffers))
             else:
                 raise unknown(kind)
         if len(self._arrived) > _MOST_ARRIVED:

@@ -53,7 +53,6 @@ from ingress.serving.processes.frames import (
     Buffers,
     Content,
     FrameError,
-    decode,
     encode,
     loads,
     outside,
@@ -256,7 +255,7 @@ _WEBSOCKET = (*_HTTP[1:], "subprotocols")
 def scope_as_sent(scope: Scope) -> tuple[object, ...]:
     """Return the values of a scope that cross."""
     keys = _HTTP if scope["type"] == "http" else _WEBSOCKET
-    return (scope["type"], *[scope.get(key) for key in keys])
+    return (scope["type"], *map(scope.get, keys))
 
 
 def scope_of(values: tuple[object, ...]) -> Scope:
@@ -279,7 +278,7 @@ def message_as_sent(message: Message) -> Content:
 
 def message_of(content: memoryview, buffers: Buffers) -> Message:
     """Return the message that `message_as_sent` was given."""
-    message: Message = decode(content, buffers)
+    message: Message = loads(content, buffers)
     if type(message) is not dict:
         raise ValueError(f"{message!r:.100} is no message")
     if buffers and "body" in message:
@@ -307,7 +306,7 @@ def plain(headers: Iterable[Sequence[bytes | bytearray | memoryview]]) -> list[t
 
 def response_messages(content: memoryview, buffers: Buffers) -> tuple[Message, Message]:
     """Return the two messages of a complete response."""
-    status, headers, body = decode(content, buffers)
+    status, headers, body = loads(content, buffers)
     if not isinstance(status, int) or not isinstance(headers, list):
         raise ValueError(f"{status!r:.20} is no status, or {headers!r:.100} no headers")
     return (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ingress.core.calls.call import Call
 from ingress.serving.processes.errors import unpickled_error, unreadable
-from ingress.serving.processes.frames import Buffers, Frames, decode, dumps
+from ingress.serving.processes.frames import Buffers, Frames, dumps, loads
 from ingress.serving.processes.messages import Kind, unknown
 
 
@@ -42,7 +42,7 @@ class RemoteCall(asyncio.Future[None]):
             value, error = None, None
             if content:
                 try:
-                    value = decode(content, buffers)
+                    value = loads(content, buffers)
                 except Exception as problem:
                     error = unreadable("the result", problem)
             self.end(value, error)

@@ -138,19 +138,15 @@ class RemoteCode:
         if has_more or not is_http:
             feeding = asyncio.get_running_loop().create_task(self._feed(work, receive))
         try:
-            await self._forward(work, send)
+            while messages := await work.take():  # at the client's pace
+                for message in messages if len(messages) < 3 else _gathered(messages):
+                    await send(message)
+                work.give()
         finally:
             if not work.is_over:
                 await work.leave(sys.exception())
             if feeding is not None:
                 feeding.cancel()
-
-    async def _forward(self, work: RemoteWork, send: Send) -> None:
-        """Send the messages of a response as they arrive, at the client's pace."""
-        while messages := await work.take():
-            for message in messages if len(messages) < 3 else _gathered(messages):
-                await send(message)
-            work.give()
 
     async def _feed(self, work: RemoteWork, receive: Receive) -> None:
         """Send the client's messages to user code, as fast as it takes them."""

@@ -18,52 +18,50 @@ _GIVEN_BYTES = MAX_BYTES // 2
 
 
 class Waiters:
-    """The tasks of one loop that wait for a change. Owned by that loop."""
+    """The tasks of one loop that wait for a change of what inherits this. Owned by that loop.
 
-    __slots__ = ("_futures",)
+    Most have none: `wake` is called only if there is a future.
+    """
 
-    def __init__(self) -> None:
-        self._futures: tuple[asyncio.Future[None], ...] = ()
+    __slots__ = ("futures",)
+    futures: tuple[asyncio.Future[None], ...]
 
     async def wait(self) -> None:
         """Wait for the next `wake`."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._futures += (future,)
+        self.futures += (future,)
         try:
             await future
         except asyncio.CancelledError:
-            self._futures = tuple(each for each in self._futures if each is not future)
+            self.futures = tuple(each for each in self.futures if each is not future)
             raise
 
     def wake(self) -> None:
         """Wake all tasks that wait."""
-        if self._futures:
-            futures, self._futures = self._futures, ()
-            for future in futures:
-                if not future.done():
-                    future.set_result(None)
+        futures, self.futures = self.futures, ()
+        for future in futures:
+            if not future.done():
+                future.set_result(None)
 
 
-class Window:
+class Window(Waiters):
     """The room that a receiver in the other process has. Owned by the sender's loop.
 
     The bounds are those of a `Channel`: at most `messages` messages or `size` bytes are on the way.
     """
 
-    __slots__ = ("_bytes", "_messages", "_waiters", "is_closed")
+    __slots__ = ("_bytes", "_messages", "is_closed")
 
     def __init__(self, messages: int = MAX_ITEMS, size: int = MAX_BYTES) -> None:
         self._messages = messages
         self._bytes = size
-        self._waiters: Waiters | None = None  # few calls have any
+        self.futures = ()
         self.is_closed = False
 
     async def take(self, size: int) -> None:
         """Take room for a message, or wait for it. Raises `StreamClosedError` if it is closed."""
         while not self.is_closed and (self._messages <= 0 or self._bytes <= 0):
-            if self._waiters is None:
-                self._waiters = Waiters()
-            await self._waiters.wait()
+            await self.wait()
         if self.is_closed:
             raise StreamClosedError("the consumer has closed this stream")
         self._messages -= 1
@@ -74,16 +72,14 @@ class Window:
         messages, size = CREDIT.unpack(credit)
         self._messages += messages
         self._bytes += size
-        self._wake()
+        if self.futures:
+            self.wake()
 
     def close(self) -> None:
         """Make every later `take` raise: the receiver takes no more."""
         self.is_closed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiters is not None:
-            self._waiters.wake()
+        if self.futures:
+            self.wake()
 
 
 class Taken:
