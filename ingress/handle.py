@@ -117,14 +117,14 @@ class Invocation(Work):
     method: str
     args: list[Any]
     kwargs: dict[str, Any]
-    channel: Channel | None
+    channel: Channel[object] | None
 
     def __call__(self, user_code: Methods) -> Awaitable[Any]:
         if self.channel is None:
             return user_code.call(self.method, self.args, self.kwargs)
         return self._pump(user_code, self.channel)
 
-    async def _pump(self, user_code: Methods, channel: Channel) -> None:
+    async def _pump(self, user_code: Methods, channel: Channel[object]) -> None:
         """Put the method's items into the channel."""
         async with aclosing(user_code.stream(self.method, self.args, self.kwargs)) as items:
             async for item in items:
@@ -132,7 +132,7 @@ class Invocation(Work):
                     return  # `aclosing` closes the generator
 
 
-async def pass_on(item: Any, channel: Channel) -> bool:
+async def pass_on(item: Any, channel: Channel[object]) -> bool:
     """Put an item of a stream into its channel. Returns False if its consumer has gone."""
     size = len(item) if isinstance(item, str | bytes) else 0
     try:
@@ -242,7 +242,7 @@ class DeploymentHandle:
         # Looked up now, so that a handle outlives a redeployment.
         router = call.queue = self._directory.router(self._id)
         responses = _responses_among((*args, *kwargs.values()))
-        channel = Channel() if options.stream else None
+        channel: Channel[object] | None = Channel() if options.stream else None
 
         def submit() -> None:
             call.waits_for = frozenset()
@@ -433,7 +433,7 @@ class DeploymentResponseGenerator(_Response):
 
     __slots__ = ("_channel", "_directory", "_turn")
 
-    def __init__(self, call: Call, channel: Channel, directory: Directory) -> None:
+    def __init__(self, call: Call, channel: Channel[object], directory: Directory) -> None:
         super().__init__(call)
         self._turn = threading.Lock()  # held while a consumer waits; acquired without blocking
         self._channel, self._directory = channel, directory
@@ -500,7 +500,7 @@ class DeploymentResponseGenerator(_Response):
             self._directory.later(self._call.cancel)
 
 
-def _end(channel: Channel, error: BaseException | None) -> None:
+def _end(channel: Channel[object], error: BaseException | None) -> None:
     channel.finish(error)
     if isinstance(error, RequestCancelledError):
         channel.close()  # drops the items that were not taken yet

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import anyio
 import pytest
@@ -30,7 +31,7 @@ def other() -> Iterator[EventLoopThread]:
     assert home.stop(PATIENCE_S)
 
 
-async def produce(channel: Channel, count: int, put: list[int] | None = None) -> None:
+async def produce(channel: Channel[Any], count: int, put: list[int] | None = None) -> None:
     for number in range(count):
         await channel.put(number)
         if put is not None:
@@ -38,7 +39,7 @@ async def produce(channel: Channel, count: int, put: list[int] | None = None) ->
     channel.finish()
 
 
-def produce_blocking(channel: Channel, count: int, put: list[int] | None = None) -> None:
+def produce_blocking(channel: Channel[Any], count: int, put: list[int] | None = None) -> None:
     for number in range(count):
         channel.put_blocking(number)
         if put is not None:
@@ -46,11 +47,11 @@ def produce_blocking(channel: Channel, count: int, put: list[int] | None = None)
     channel.finish()
 
 
-async def consume(channel: Channel) -> list[int]:
+async def consume(channel: Channel[Any]) -> list[int]:
     return [item async for item in channel]
 
 
-def consume_blocking(channel: Channel) -> list[int]:
+def consume_blocking(channel: Channel[Any]) -> list[int]:
     got = []
     while True:
         try:
@@ -70,7 +71,7 @@ def in_thread(target: Callable[..., object], *args: object) -> threading.Thread:
 def test_five_thousand_items_cross_in_order(
     other: EventLoopThread, producer: str, consumer: str, switch_interval: None
 ) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     if producer == "loop":
         start_on(other.loop, produce(channel, 5_000))
     else:
@@ -86,7 +87,7 @@ def test_five_thousand_items_cross_in_order(
 @on_the_loop
 @pytest.mark.parametrize(("size", "room"), [(0, MAX_ITEMS), (MAX_BYTES // 4, 4), (MAX_BYTES, 1)])
 async def test_a_full_channel_suspends_the_producer(size: int, room: int) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     put: list[int] = []
 
     async def producer() -> None:
@@ -108,7 +109,7 @@ async def test_a_full_channel_suspends_the_producer(size: int, room: int) -> Non
 
 
 def test_a_full_channel_holds_a_producer_in_a_thread() -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     put: list[int] = []
     full = threading.Event()
 
@@ -134,7 +135,7 @@ def test_a_full_channel_holds_a_producer_in_a_thread() -> None:
 
 @on_the_loop
 async def test_items_taken_at_once_take_room_until_their_consumer_comes_back() -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     for number in range(MAX_ITEMS):
         await channel.put(number)
     assert await channel.get_many() == list(range(MAX_ITEMS))
@@ -149,11 +150,11 @@ async def test_items_taken_at_once_take_room_until_their_consumer_comes_back() -
 
 @on_the_loop
 async def test_a_channel_has_the_limits_it_was_made_with() -> None:
-    channel = Channel(3, 100)
+    channel: Channel[Any] = Channel(3, 100)
     for _ in range(3):
         await channel.put("item", 1)
     by_number = asyncio.ensure_future(channel.put("item", 1))
-    other = Channel(3, 100)
+    other: Channel[Any] = Channel(3, 100)
     await other.put("large", 100)
     by_size = asyncio.ensure_future(other.put("item", 1))
     await turns(50)
@@ -171,7 +172,7 @@ async def test_a_channel_has_the_limits_it_was_made_with() -> None:
 
 @on_the_loop
 async def test_a_producer_that_never_awaits_lets_its_loop_go_on() -> None:
-    channel = Channel(1_000, MAX_BYTES)
+    channel: Channel[Any] = Channel(1_000, MAX_BYTES)
     turns = 0
 
     def turn() -> None:
@@ -189,7 +190,7 @@ async def test_a_producer_that_never_awaits_lets_its_loop_go_on() -> None:
 @pytest.mark.parametrize("takes", ["one", "all"])
 @on_the_loop
 async def test_a_consumer_that_never_has_to_wait_lets_its_loop_go_on(takes: str) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     turns = 0
 
     def turn() -> None:
@@ -206,7 +207,7 @@ async def test_a_consumer_that_never_has_to_wait_lets_its_loop_go_on(takes: str)
 
 @on_the_loop
 async def test_an_item_larger_than_the_bound_goes_through_alone() -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     await channel.put("large", 10 * MAX_BYTES)
 
     assert await channel.get() == "large"
@@ -214,7 +215,7 @@ async def test_an_item_larger_than_the_bound_goes_through_alone() -> None:
 
 @on_the_loop
 async def test_what_was_put_before_an_error_arrives_before_the_error() -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     await channel.put(1)
     await channel.put(2)
     channel.finish(ValueError("late"))
@@ -230,7 +231,7 @@ async def test_what_was_put_before_an_error_arrives_before_the_error() -> None:
 
 @pytest.mark.parametrize("producer", ["loop", "thread"])
 def test_closing_wakes_a_producer_that_waits(other: EventLoopThread, producer: str) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     put: list[int] = []
     raised = threading.Event()
     full = threading.Event()
@@ -268,7 +269,7 @@ def test_closing_wakes_a_producer_that_waits(other: EventLoopThread, producer: s
 
 @on_the_loop
 async def test_a_cancelled_consumer_loses_no_item(switch_interval: None) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     thread = in_thread(produce_blocking, channel, 2_000)
     choice = random.Random(3)
     got: list[int] = []
@@ -293,7 +294,7 @@ async def test_a_cancelled_consumer_loses_no_item(switch_interval: None) -> None
 
 @on_the_loop
 async def test_a_cancelled_producer_puts_an_item_wholly_or_not_at_all() -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     for number in range(MAX_ITEMS):
         await channel.put(number)
     task = asyncio.ensure_future(channel.put("late"))
@@ -307,7 +308,7 @@ async def test_a_cancelled_producer_puts_an_item_wholly_or_not_at_all() -> None:
 
 
 def test_an_item_that_does_not_come_is_a_timeout_and_no_item_is_lost() -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     with pytest.raises(TimeoutError):
         channel.get_blocking(0.01)
     channel.put_blocking("late")
@@ -320,7 +321,7 @@ def test_an_item_that_does_not_come_is_a_timeout_and_no_item_is_lost() -> None:
 def test_finishing_closing_and_cancelling_at_once_leave_no_waiter(
     other: EventLoopThread, seed: int, switch_interval: None
 ) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     choice = random.Random(seed)
     limit = choice.randrange(200)
 
@@ -358,7 +359,7 @@ def test_finishing_closing_and_cancelling_at_once_leave_no_waiter(
 
 @on_the_loop
 async def test_waiting_for_the_end_outlasts_cancellation_without_spinning() -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     turns = 0
 
     def turn() -> None:
@@ -375,7 +376,8 @@ async def test_waiting_for_the_end_outlasts_cancellation_without_spinning() -> N
         await channel.finished()
     assert turns == 1_000, "it returned only when the producer had ended"
 
-    task = asyncio.ensure_future((other := Channel()).finished())
+    other: Channel[Any] = Channel()
+    task = asyncio.ensure_future(other.finished())
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()
@@ -414,7 +416,7 @@ def test_what_comes_out_is_a_prefix_of_what_went_in_and_whole_unless_cut(
     cut: int | None,
     pauses: set[int],
 ) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     closed: list[int] = []
 
     def put_all() -> None:
@@ -486,7 +488,7 @@ def wakes_nothing() -> None:
 @on_the_loop
 @pytest.mark.parametrize("end", ["takes", "closes"])
 async def test_all_producers_that_wait_for_room_are_woken(end: str) -> None:
-    channel = Channel(2)
+    channel: Channel[Any] = Channel(2)
     for number in range(2):
         await channel.put(number)
     waiting = [asyncio.ensure_future(channel.put(number)) for number in (2, 3)]
@@ -504,7 +506,7 @@ async def test_all_producers_that_wait_for_room_are_woken(end: str) -> None:
 
 @on_the_loop
 async def test_a_producer_beside_the_one_that_finishes_does_not_wait_for_ever() -> None:
-    channel = Channel(1)
+    channel: Channel[Any] = Channel(1)
     await channel.put(0)
     waiting = asyncio.ensure_future(channel.put(1))
     await turns()
@@ -520,7 +522,7 @@ async def test_a_producer_beside_the_one_that_finishes_does_not_wait_for_ever() 
 @on_the_loop
 @pytest.mark.parametrize("end", ["items", "finish"])
 async def test_all_consumers_that_wait_are_woken(end: str) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     waiting = [asyncio.ensure_future(channel.get()) for _ in range(3)]
     await turns()
     waiting.pop(1).cancel()
@@ -539,7 +541,7 @@ async def test_all_consumers_that_wait_are_woken(end: str) -> None:
 @on_the_loop
 @pytest.mark.parametrize("takes", ["one", "all", "in a thread", "without waiting"])
 async def test_an_empty_channel_keeps_nothing_of_consumers_that_gave_up(takes: str) -> None:
-    channel = Channel()
+    channel: Channel[Any] = Channel()
     for _ in range(5):
         if takes == "in a thread":
             with pytest.raises(TimeoutError):
@@ -555,7 +557,7 @@ async def test_an_empty_channel_keeps_nothing_of_consumers_that_gave_up(takes: s
 
 @on_the_loop
 async def test_a_full_channel_keeps_nothing_of_producers_that_were_cancelled() -> None:
-    channel = Channel(1)
+    channel: Channel[Any] = Channel(1)
     await channel.put(0)
     for _ in range(5):
         with anyio.move_on_after(0.001):
@@ -565,7 +567,7 @@ async def test_a_full_channel_keeps_nothing_of_producers_that_were_cancelled() -
 
 
 def test_items_of_several_producers_all_cross(switch_interval: None) -> None:
-    channel = Channel(4)
+    channel: Channel[Any] = Channel(4)
 
     def produce_some(first: int) -> None:
         for number in range(first, first + 500):

@@ -53,7 +53,7 @@ def test_large_parts_of_responses_take_turns_and_small_parts_do_not() -> None:
         async def stream() -> None:
             metadata = make_call().metadata
             reply = HTTPReply(metadata, router, {"type": "http"}, nothing, send)
-            outbound = Channel()
+            outbound: Channel[Any] = Channel()
             message = {"type": "http.response.body", "body": bytes(size), "more_body": True}
             outbound.put_nowait(message, size)
             outbound.finish()

@@ -513,7 +513,7 @@ def test_an_answer_to_a_client_that_does_not_read_is_cut_although_the_work_has_e
         class Streaming(FakeReplica):
             def submit(self, call: Any) -> None:
                 super().submit(call)
-                outbound = Channel()
+                outbound: Channel[Any] = Channel()
                 outbound._try_put({"type": "http.response.start", "status": 200}, 0, None)
                 outbound.finish()
                 call.work.reply.open(outbound)

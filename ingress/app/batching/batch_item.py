@@ -31,7 +31,7 @@ class Item:
     group: tuple[str, int, frozenset[str]]
     call: Call | None
     ready: asyncio.Future[None]
-    channel: Channel | None
+    channel: Channel[object] | None
     span: object = None
     value: object = None
     error: BaseException | None = None

@@ -238,7 +238,7 @@ class Batcher:
         if running_loop() is None:
             return self._stream_later(args, kwargs)
         # Without limits until it is iterated: its caller may first iterate the streams of others.
-        channel = Channel(sys.maxsize, sys.maxsize)
+        channel: Channel[object] = Channel(sys.maxsize, sys.maxsize)
         item, queue = self._submit(args, kwargs, channel)
         items = self._items(item, queue, channel)
         leave = partial(mailbox_of(queue.loop).post, queue.leave, item)
@@ -254,7 +254,7 @@ class Batcher:
                 yield item
 
     async def _items(
-        self, item: Item, queue: BatchQueue, channel: Channel
+        self, item: Item, queue: BatchQueue, channel: Channel[object]
     ) -> AsyncGenerator[object, None]:
         item.dropped = None
         channel.limit()
@@ -271,7 +271,7 @@ class Batcher:
             queue.leave(item)
 
     def _submit(
-        self, args: tuple[object, ...], kwargs: dict[str, object], channel: Channel | None
+        self, args: tuple[object, ...], kwargs: dict[str, object], channel: Channel[object] | None
     ) -> tuple[Item, BatchQueue]:
         """Put a call into its queue. Raises `TypeError` for wrong arguments."""
         instance: object = NO_INSTANCE

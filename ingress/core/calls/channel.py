@@ -18,7 +18,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Generic, TypeVar
 
 from anyio import CancelScope
 
@@ -29,12 +29,14 @@ MAX_ITEMS = 16
 MAX_BYTES = 64 * 1024
 YIELD_EVERY = 16  # calls: a side that never has to wait must not keep its loop
 
+T = TypeVar("T")
+
 
 class EndOfStream(Exception):
     """The end of a stream: its producer has finished, and all items were taken."""
 
 
-class Channel:
+class Channel(Generic[T]):
     """A bounded stream between loops or threads. Thread-safe; the consumer has one thread.
 
     It has one producer as a rule. A WebSocket has several if each of an application's handlers
@@ -66,7 +68,7 @@ class Channel:
         self._max_items = max_items
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._items: deque[tuple[Any, int]] = deque()
+        self._items: deque[tuple[T, int]] = deque()
         self._bytes = 0
         # The items that `get_many` returned last take room until the consumer asks for more.
         self._taken = 0
@@ -75,9 +77,9 @@ class Channel:
         self._finished = False
         self._error: BaseException | None = None
         self._closed = False
-        self._wake_producers: tuple[Callable[[], Any], ...] = ()
-        self._wake_consumers: tuple[Callable[[], Any], ...] = ()
-        self._wake_closer: Callable[[], Any] | None = None
+        self._wake_producers: tuple[Callable[[], object], ...] = ()
+        self._wake_consumers: tuple[Callable[[], object], ...] = ()
+        self._wake_closer: Callable[[], object] | None = None
 
     def limit(self, max_items: int = MAX_ITEMS, max_bytes: int = MAX_BYTES) -> None:
         """Set the limits; they hold from the next item on."""
@@ -86,7 +88,7 @@ class Channel:
 
     # The producer's side.
 
-    async def put(self, item: Any, size: int = 0) -> None:
+    async def put(self, item: T, size: int = 0) -> None:
         """Add an item of `size` bytes. Raises `StreamClosedError` if the consumer is gone."""
         self._puts += 1
         if self._puts % YIELD_EVERY == 0:
@@ -103,11 +105,11 @@ class Channel:
                     raise
                 wakeup = None
 
-    def put_nowait(self, item: Any, size: int = 0) -> bool:
+    def put_nowait(self, item: T, size: int = 0) -> bool:
         """Add an item, if there is room. Returns False if there is none."""
         return self._try_put(item, size, None)
 
-    def put_blocking(self, item: Any, size: int = 0) -> bool:
+    def put_blocking(self, item: T, size: int = 0) -> bool:
         """Add an item from a thread without a loop, as `put`. Returns whether it had to wait."""
         if self._try_put(item, size, None):
             return False
@@ -136,7 +138,7 @@ class Channel:
             wake_closer()
         return not is_closed
 
-    def _try_put(self, item: Any, size: int, wake: Callable[[], Any] | None) -> bool:
+    def _try_put(self, item: T, size: int, wake: Callable[[], object] | None) -> bool:
         with self._lock:
             if self._closed:
                 raise StreamClosedError("the consumer has closed this stream")
@@ -154,7 +156,7 @@ class Channel:
             wake_consumer()
         return True
 
-    def _forget(self, wake: Callable[[], Any]) -> None:
+    def _forget(self, wake: Callable[[], object]) -> None:
         """Drop the wake-up of a side that gives up: the other side may do nothing more."""
         with self._lock:
             self._wake_producers = tuple(each for each in self._wake_producers if each != wake)
@@ -167,7 +169,7 @@ class Channel:
         """The bytes of what `get_many` returned last. For the consumer."""
         return self._taken_bytes
 
-    async def get(self) -> Any:
+    async def get(self) -> T:
         """Take the next item. Raises `EndOfStream` after the last, or the producer's error."""
         self._gets += 1
         if self._gets % YIELD_EVERY == 0:
@@ -185,7 +187,7 @@ class Channel:
                     self._forget(wakeup.wake)
                     raise
 
-    async def get_many(self) -> list[Any]:
+    async def get_many(self) -> list[T]:
         """Take all items, at least one, as `get`.
 
         The items count as waiting until the next call, so that one bound holds for both sides.
@@ -206,14 +208,14 @@ class Channel:
                     self._forget(wakeup.wake)
                     raise
 
-    def get_nowait(self, wake: Callable[[], Any]) -> list[Any]:
+    def get_nowait(self, wake: Callable[[], object]) -> list[T]:
         """Take all items, as `get_many`. If there are none, `wake()` is called for the next.
 
         It is called once, in the producer's thread, or in that of `finish`.
         """
         return self._try_get(0, wake)
 
-    def get_blocking(self, timeout_s: float | None = None) -> Any:
+    def get_blocking(self, timeout_s: float | None = None) -> T:
         """Take the next item from a thread without a loop, as `get`, or raise `TimeoutError`."""
         event = threading.Event()
         while True:
@@ -256,12 +258,12 @@ class Channel:
         if cancelled is not None:
             raise cancelled
 
-    def _try_get(self, count: int, wake: Callable[[], Any] | None) -> list[Any]:
+    def _try_get(self, count: int, wake: Callable[[], object] | None) -> list[T]:
         """Take `count` items, or all for 0. If there are none, `wake` is called for the next."""
-        wake_producers: tuple[Callable[[], Any], ...] = ()
+        wake_producers: tuple[Callable[[], object], ...] = ()
         with self._lock:
             self._taken = self._taken_bytes = 0
-            taken: list[Any] | None = None
+            taken: list[T] | None = None
             if not self._items:
                 if self._finished:
                     self._closed = True  # for producers other than the one that finished
@@ -294,7 +296,7 @@ class Channel:
             and self._bytes + self._taken_bytes <= self._max_bytes // 2
         )
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
+    async def __aiter__(self) -> AsyncIterator[T]:
         while True:
             try:
                 items = await self.get_many()

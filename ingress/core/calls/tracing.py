@@ -24,11 +24,14 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from functools import partial
 from time import monotonic, monotonic_ns, time, time_ns
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ingress.core.base.counters import Exemplar, Latency
 from ingress.core.base.settings import makes_spans
 from ingress.core.calls.call import Call
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
 
 logger = logging.getLogger("ingress")
 
@@ -48,7 +51,7 @@ class Tracing:
     def __init__(self) -> None:
         # Race of two threads that look: both store what they find, and the last one is no older
         # than a second.
-        self.tracer: Any = None
+        self.tracer: Tracer | None = None
         self.next_look = math.inf  # in `time.monotonic()` seconds; tracing is off
 
     def begin(self, now: float) -> None:
@@ -80,18 +83,18 @@ def trace_call(call: Call) -> None:
         _follow(call, tracer.start_span(name, attributes=_attributes(call)))
 
 
-def _tracer_for(call: Call) -> Any:
+def _tracer_for(call: Call) -> Tracer | None:
     if call.started_at >= TRACING.next_look:
         TRACING.look(call.started_at)
     return TRACING.tracer
 
 
-def current_span() -> Any:
+def current_span() -> Span:
     """Return the span that the running code belongs to. A tracer provider must be set."""
     return sys.modules["opentelemetry.trace"].get_current_span()
 
 
-def trace_batch(batch: Call, spans: Iterable[Any]) -> None:
+def trace_batch(batch: Call, spans: Iterable[Span | None]) -> None:
     """Start the span of a batch, with links to the spans of its requests and back.
 
     `spans` has the span in which each item was submitted, `None` for an item without one.
@@ -104,7 +107,7 @@ def trace_batch(batch: Call, spans: Iterable[Any]) -> None:
         logger.exception("the span of a batch could not be started")
 
 
-def _batch_span(tracer: Any, batch: Call, spans: Iterable[Any]) -> Any:
+def _batch_span(tracer: Tracer, batch: Call, spans: Iterable[Span | None]) -> Span:
     api = sys.modules["opentelemetry.trace"]
     contexts = [(each.get_span_context(), each) for each in spans if each is not None]
     known = {context.span_id: (context, each) for context, each in contexts if context.is_valid}
@@ -139,13 +142,13 @@ def trace_begin(call: Call) -> None:
         _add_past("dispatch", call.assigned_at, now, attributes)
 
 
-def _note_trace(call: Call, span: Any) -> None:
+def _note_trace(call: Call, span: Span) -> None:
     context = span.get_span_context()
     if context.is_valid and context.trace_flags.sampled:
         call.trace_id = f"{context.trace_id:032x}"
 
 
-def _span_of_client(call: Call) -> Any:
+def _span_of_client(call: Call) -> Span:
     """Return the span that the headers of an HTTP request name, as the propagator reads them."""
     from opentelemetry import propagate, trace
 
@@ -192,12 +195,12 @@ def _add_past(name: str, begin: float, end: float, attributes: Mapping[str, str]
         logger.exception("the span of a wait could not be made")
 
 
-def trace_load(model_id: str) -> AbstractContextManager[Any]:
+def trace_load(model_id: str) -> AbstractContextManager[object]:
     """Return the context in which a model is loaded: a span, while tracing is on."""
     tracer = TRACING.tracer
     if tracer is None:
         return nullcontext()
-    found: AbstractContextManager[Any] = tracer.start_as_current_span(
+    found: AbstractContextManager[object] = tracer.start_as_current_span(
         "load model", attributes={"ingress.model_id": model_id}
     )
     return found
@@ -239,7 +242,7 @@ def note_failure(error: BaseException) -> None:
         _fail(current_span(), error)
 
 
-def _attributes(call: Call) -> dict[str, Any]:
+def _attributes(call: Call) -> dict[str, str]:
     metadata = call.metadata
     found = {
         "ingress.application": call.app_name,
@@ -251,19 +254,19 @@ def _attributes(call: Call) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def _follow(call: Call, span: Any) -> None:
+def _follow(call: Call, span: Span) -> None:
     """Make the span the current one of the call's code, and end it with the call."""
     call.context.run(_make_current, span)
     if span.is_recording():
         call.when_settled(partial(_end, span))
 
 
-def _make_current(span: Any) -> None:
+def _make_current(span: Span) -> None:
     context = sys.modules["opentelemetry.trace"].set_span_in_context(span)
     sys.modules["opentelemetry.context"].attach(context)
 
 
-def _end(span: Any, call: Call) -> None:
+def _end(span: Span, call: Call) -> None:
     try:
         if call.runner is not None:
             replica = call.runner.context.replica_id.unique_id
@@ -275,7 +278,7 @@ def _end(span: Any, call: Call) -> None:
         logger.exception("the span of a call could not be ended")
 
 
-def _fail(span: Any, error: BaseException) -> None:
+def _fail(span: Span, error: BaseException) -> None:
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ != "builtins":
@@ -285,7 +288,7 @@ def _fail(span: Any, error: BaseException) -> None:
     span.record_exception(error, _line_of(error))
 
 
-def _line_of(error: BaseException) -> dict[str, Any]:
+def _line_of(error: BaseException) -> dict[str, str | int]:
     """Return the line that raised an error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:

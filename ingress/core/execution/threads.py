@@ -267,7 +267,7 @@ class WorkerPool:
 
     async def batches(self, items: Iterable[T]) -> AsyncGenerator[list[T], None]:
         """Yield, as `stream` does, but all waiting items at a time."""
-        channel = Channel()
+        channel: Channel[T] = Channel()
         self.threads.submit(partial(copy_context().run, _pump, items, channel, self.threads.ahead))
         del items
         try:
@@ -370,7 +370,7 @@ def _log_late(error: BaseException) -> None:
     logger.warning("a def of request %s failed after it was cancelled", request_id, exc_info=error)
 
 
-def _pump(items: Iterable[object], channel: Channel, ahead: set[int]) -> None:
+def _pump(items: Iterable[T], channel: Channel[T], ahead: set[int]) -> None:
     """Iterate in the current worker thread until the end, or until the consumer has gone.
 
     The thread is in `ahead` while each item waits for its consumer.

@@ -208,7 +208,7 @@ class RayReplica:
             raise portable(error) from error.__cause__
 
     async def _stream(self, envelope: Envelope, args: Any, kwargs: Any) -> AsyncIterator[Any]:
-        channel = Channel()
+        channel: Channel[object] = Channel()
         call = self._submit(envelope, Invocation(envelope.method_name, args, kwargs, channel))
         items = DeploymentResponseGenerator(call, channel, self._directory)
         try:

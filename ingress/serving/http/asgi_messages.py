@@ -19,7 +19,7 @@ SERVICE_RESTART = 1012  # its application is being replaced
 TRY_AGAIN_LATER = 1013  # its application starts, or has no room
 
 
-def channel_for(*, is_http: bool) -> Channel:
+def channel_for(*, is_http: bool) -> Channel[Message]:
     """Return the channel for one direction of a request or a WebSocket."""
     return Channel() if is_http else Channel(WEBSOCKET_MESSAGES, WEBSOCKET_BYTES)
 

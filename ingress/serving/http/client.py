@@ -95,7 +95,7 @@ class Client:
     async def take(self) -> Message:
         """Return the next message; after the last, always the disconnect."""
         try:
-            return await self._inbound.get()  # type: ignore[no-any-return]
+            return await self._inbound.get()
         except EndOfStream:
             if self._is_http:
                 # A cancellation that was posted before comes now, and not while user code cleans

@@ -127,10 +127,10 @@ class Reply:
         # What has come from the replica: a complete response, a stream, or, on the HTTP loop
         # itself, the slot to run in; then the end of the call.
         self._answer: tuple[Message, Message] | None = None
-        self._stream: Channel | None = None
+        self._stream: Channel[Message] | None = None
         self._runner: Runner | None = None
         self._is_over = False
-        self._outbound: Channel | None = None  # the stream, to end or close it
+        self._outbound: Channel[Message] | None = None  # the stream, to end or close it
         self._event: asyncio.Future[None] | None = None
         self._client: Client | None = None
         self.task: asyncio.Task[Any] | None = None
@@ -335,7 +335,7 @@ class Reply:
         if (event := self._event) is not None and not event.done():  # as `wake`
             event.set_result(None)
 
-    def open(self, outbound: Channel) -> None:
+    def open(self, outbound: Channel[Message]) -> None:
         """Take a stream, or the messages of a WebSocket."""
         self.streamed_at = monotonic()
         if self._outbound is _CLOSED:
@@ -382,7 +382,7 @@ class Reply:
 
     # To the client.
 
-    async def forward(self, outbound: Channel) -> None:
+    async def forward(self, outbound: Channel[Message]) -> None:
         """Send the messages of a stream, at the client's pace."""
         raise NotImplementedError
 
@@ -538,7 +538,7 @@ class Reply:
 
 _SETTLED = Call(RequestMetadata("", DeploymentID("")), NO_WORK, NO_CONTEXT)
 _SETTLED.settle()
-_CLOSED = Channel()
+_CLOSED: Channel[Message] = Channel()
 """In the place of a stream that may not begin any more."""
 
 
@@ -552,7 +552,7 @@ class HTTPReply(Reply):
         if error is not None:
             raise error
 
-    async def forward(self, outbound: Channel) -> None:
+    async def forward(self, outbound: Channel[Message]) -> None:
         while True:
             try:
                 messages = await outbound.get_many()

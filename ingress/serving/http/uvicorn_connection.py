@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Send
 
 _GONE = getattr(select, "POLLRDHUP", 0)  # Linux; POLLHUP and POLLERR need not be asked for
 _HTTPTOOLS = "uvicorn.protocols.http.httptools_impl"
@@ -39,7 +39,7 @@ _SENDING_NAMES = (
 FLUSH_S = 0.1  # for data that is being sent when a connection is cut
 
 
-def has_left(receive: Any) -> bool:
+def has_left(receive: Receive) -> bool:
     """Return whether the kernel knows that the client has closed or reset the connection.
 
     If not, the server notices the end itself, once it has read the data before it.
@@ -47,7 +47,7 @@ def has_left(receive: Any) -> bool:
     return _polled(transport_of(receive), _GONE)
 
 
-def has_no_body(receive: Any) -> bool:
+def has_no_body(receive: Receive) -> bool:
     """Return whether the server has the whole request, and its body is empty.
 
     The first `http.request` would say so too: this saves most requests reading it. False with any
@@ -62,7 +62,7 @@ def has_unread(transport: Any) -> bool:
     return _polled(transport, getattr(select, "POLLIN", 0))
 
 
-async def cut(receive: Any) -> bool:
+async def cut(receive: Receive) -> bool:
     """Close the connection, and wait until the server has noticed. Returns False if it cannot."""
     transport = transport_of(receive)
     if transport is None:
@@ -89,7 +89,7 @@ def _polled(transport: Any, events: int) -> bool:
     return bool(poll.poll(0))
 
 
-def called_app(receive: Any) -> Any:
+def called_app(receive: Receive) -> Any:
     """Return the application that uvicorn calls with this `receive` over HTTP/1.1, else `None`.
 
     Of uvicorn's own wrappers only the default one is looked through; the others give another
@@ -106,7 +106,7 @@ def called_app(receive: Any) -> Any:
     return app
 
 
-def target_of(receive: Any) -> bytes | None:
+def target_of(receive: Receive) -> bytes | None:
     """Return the target of a request as its client wrote it, b"" if the server does not tell.
 
     `None` if the server is already reading the head of a later request of the connection.
@@ -119,7 +119,7 @@ def target_of(receive: Any) -> bytes | None:
     return target if isinstance(target, bytes) else b""
 
 
-def is_answer_complete(receive: Any) -> bool:
+def is_answer_complete(receive: Receive) -> bool:
     """Return whether the server has been given the whole response."""
     return bool(getattr(getattr(receive, "__self__", None), "response_complete", False))
 
@@ -196,7 +196,7 @@ class Shortcut:
         self._protocol.queue = self._queue
 
 
-def shorten(receive: Any, take: Callable[[Message], bool]) -> Shortcut | None:
+def shorten(receive: Receive, take: Callable[[Message], bool]) -> Shortcut | None:
     """Have `take(message)` called with the messages of a WebSocket as they arrive, in order.
 
     If it returns False, the message waits for `receive`, as do those that have arrived already and
@@ -252,6 +252,6 @@ def send_messages(protocol: Any, messages: list[Message]) -> list[Message]:
     return messages[count:]
 
 
-def transport_of(receive: Any) -> Any:
+def transport_of(receive: Receive) -> Any:
     """Return the connection that a server's `receive` reads from, or `None`."""
     return getattr(getattr(receive, "__self__", None), "transport", None)

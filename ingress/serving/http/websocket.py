@@ -99,7 +99,7 @@ class WebSocketReply(Reply):
             self.state = COMPLETE
         await self._send(message)
 
-    async def forward(self, outbound: Channel) -> None:
+    async def forward(self, outbound: Channel[Message]) -> None:
         """Send the messages of user code: without this task, while the server takes them at once.
 
         Otherwise each would have to wake this task.

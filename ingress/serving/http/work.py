@@ -49,7 +49,7 @@ class HTTPWork(Work):
         self.scope: Scope = scope
         self.route_label = route
         self.has_answer = self.is_heard = False
-        self._outbound: Channel | None = None
+        self._outbound: Channel[Message] | None = None
         self._template = self._kind = self._method = ""
 
     @property
