@@ -20,6 +20,9 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from starlette.requests import Request
 
 import ingress as serve
@@ -30,7 +33,14 @@ from ingress.core.calls.call import Call
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, GILPressure
 from ingress.exceptions import BackPressureError
 from ingress.serving.http.reply import HTTPReply
-from ingress.serving.replicas.admission import LATE_S
+from ingress.serving.replicas.admission import (
+    COMPUTING,
+    HELD,
+    LATE_S,
+    REMOVED,
+    STILL_COMPUTING,
+    Admission,
+)
 from ingress.serving.replicas.overload import (
     HALF_LIFE_S,
     MAX_KINDS,
@@ -45,7 +55,7 @@ from ingress.serving.replicas.overload import (
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica, assign, bind, make_call, together
-from tests.servers import PATIENCE_S, overview, served, wait_until
+from tests.servers import PATIENCE_S, ROUNDS, overview, served, wait_until
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -268,6 +278,16 @@ def test_the_rate_is_known_no_more_once_no_call_has_waited() -> None:
     assert not queue.turns_away(now + 0.1, now)
 
 
+def test_calls_without_a_deadline_count_for_the_rate_too() -> None:
+    now = time.monotonic()
+    queue = waiting(*[make_call() for _ in range(200)], since=now - MIN_TURNS / 20)
+    assert not queue.turns_away(now + 1, now)
+    for _ in range(MIN_TURNS):
+        queue.next(now, [])
+
+    assert "about 20 requests start in that time" in queue.turns_away(now + 1, now)
+
+
 def test_a_deployment_that_stands_still_turns_more_and_more_away() -> None:
     now = time.monotonic()
     queue = standing(rate=20, now=now)
@@ -295,6 +315,25 @@ def test_a_request_turned_away_gets_the_same_error_as_a_call_refused_by_the_queu
     assert isinstance(late.error, BackPressureError)
     assert early.args == late.error.args
     assert router.num_requests == 1
+    assert router.num_rejected == 2
+
+
+def test_a_request_that_cannot_be_answered_in_time_is_counted_as_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ingress.serving.replicas.overload.MIN_WINDOW_S", 0.0)
+    router = Router(DeploymentID("D"))
+    replica = FakeReplica(router, 1)
+    router.add(replica)
+    assign(router, *[make_call(left_s=60) for _ in range(100)])
+    for _ in range(MIN_TURNS):  # from now on it is known how many get a slot
+        replica.finish(next(iter(replica.running)))
+
+    assert router.turns_away(time.monotonic() + 60) is None
+    assert router.num_rejected == 0
+    assert isinstance(router.turns_away(time.monotonic()), BackPressureError)
+    assert router.num_rejected == 1
+    router.refuse("the test is over")
 
 
 @pytest.mark.parametrize("after_s", [None, 2.5], ids=["by default", "as the deployment says"])
@@ -313,6 +352,7 @@ def test_a_shed_call_gets_a_back_pressure_error(after_s: float | None) -> None:
     replica.finish(first)
     replica.finish(probe)
 
+    assert router.num_shed == 1
     with pytest.raises(BackPressureError, match=r"dropped due to backpressure on 'D': .* usually"):
         late.outcome()
     assert isinstance(late.error, BackPressureError)
@@ -433,6 +473,156 @@ def test_a_late_replica_is_given_calls_without_a_deadline_as_any_other() -> None
 
     assert replica.handed == [first, waiting, patient], "in order of arrival"
     assert router.num_queued == 1
+
+
+@pytest.mark.parametrize(("in_time", "is_late"), [(15, True), (16, False)])
+def test_a_replica_is_late_until_sixteen_calls_in_a_row_have_begun_in_time(
+    in_time: int, is_late: bool
+) -> None:
+    _, replica = late()
+    slots = replica.slots
+    for _ in range(10):
+        slots.note_begin(is_late=False)
+    slots.note_begin(is_late=True)  # begins the count anew
+
+    for _ in range(in_time):
+        slots.note_begin(is_late=False)
+
+    assert slots.is_late is is_late
+
+
+def test_a_replica_computes_as_its_threads_did_in_the_last_look_of_the_watchdog(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+    share = 0.6
+
+    def have_computed(least: float) -> bool:
+        asked.append(least)
+        return share >= least
+
+    slots = Admission(FakeReplica(Router(DeploymentID("D")), 4), 4, have_computed)
+    monkeypatch.setattr(GIL_PRESSURE, "is_high", True)
+
+    def begins_late(look: dict[int, float]) -> bool:
+        monkeypatch.setattr(GIL_PRESSURE, "shares", look)
+        slots.note_begin(is_late=True)
+        return slots.is_computing
+
+    look = {1: share}
+    assert begins_late(look)
+    assert begins_late(look)
+    assert asked == [COMPUTING], "once for a look"
+    share = 0.2
+    assert begins_late({1: share})
+    assert asked == [COMPUTING, STILL_COMPUTING], "less is enough to go on"
+    share = 0.05
+    assert not begins_late({1: share})
+
+    share = 0.6
+    assert begins_late({1: share})
+    monkeypatch.setattr(GIL_PRESSURE, "is_high", False)
+    assert not slots.is_computing
+    slots.note_begin(is_late=True)
+    monkeypatch.setattr(GIL_PRESSURE, "is_high", True)
+    assert not slots.is_computing, "it is to be seen again"
+
+
+class LateMachine(RuleBasedStateMachine):
+    """The real router over replicas that begin calls when they are told to, late or in time."""
+
+    @initialize(max_queued=st.sampled_from([-1, 0, 2]))
+    def begins(self, max_queued: int) -> None:
+        self.max_queued = max_queued
+        self.router = Router(DeploymentID("D"), max_queued)
+        self.replicas: list[LateReplica] = []
+        self.removed: list[LateReplica] = []
+        self.calls: list[Call] = []
+        self.rejected = 0
+
+    @rule(is_patient=st.booleans())
+    def submit(self, is_patient: bool) -> None:
+        call = make_call(left_s=None if is_patient else 600)
+        held = [each for each in self.replicas if each.slots.position == HELD]
+        withheld = sum(each.slots.max_ongoing - each.ongoing for each in held)
+        is_full = 0 <= self.max_queued <= self.router.num_queued - withheld
+        is_refused = is_full and not self.router.available
+        turned_away = self.router.turns_away(call.metadata.deadline)
+        self.router.assign(call)
+        self.calls.append(call)
+        assert (turned_away is not None) is is_refused
+        assert isinstance(call.error, BackPressureError) is is_refused
+        self.rejected += 2 * is_refused
+
+    @precondition(lambda self: any(each.handed for each in (*self.replicas, *self.removed)))
+    @rule(chance=st.randoms(use_true_random=False), is_late=st.booleans(), computes=st.booleans())
+    def begin(self, chance: random.Random, is_late: bool, computes: bool) -> None:
+        replica = chance.choice([each for each in (*self.replicas, *self.removed) if each.handed])
+        FakeReplica.submit(replica, replica.handed.pop(0))
+        replica.slots.is_late, replica.slots.is_computing = is_late, is_late and computes
+        if replica.slots.position == HELD:  # as `Replica.admit`
+            self.router.resume(replica)
+
+    @precondition(lambda self: any(each.running for each in (*self.replicas, *self.removed)))
+    @rule(chance=st.randoms(use_true_random=False))
+    def finish(self, chance: random.Random) -> None:
+        replica = chance.choice([each for each in (*self.replicas, *self.removed) if each.running])
+        replica.finish(chance.choice(sorted(replica.running, key=self.calls.index)))
+
+    @precondition(lambda self: self.calls)
+    @rule(chance=st.randoms(use_true_random=False))
+    def cancel(self, chance: random.Random) -> None:
+        chance.choice(self.calls).cancel()
+
+    @precondition(lambda self: len(self.replicas) < 4)
+    @rule(slots=st.integers(1, 3))
+    def add(self, slots: int) -> None:
+        self.replicas.append(LateReplica(self.router, slots))
+        self.router.add(self.replicas[-1])
+
+    @precondition(lambda self: self.replicas)
+    @rule(chance=st.randoms(use_true_random=False))
+    def remove(self, chance: random.Random) -> None:
+        self.removed.append(self.replicas.pop(chance.randrange(len(self.replicas))))
+        self.router.remove(self.removed[-1])
+
+    @precondition(lambda self: self.replicas)
+    @rule(chance=st.randoms(use_true_random=False), slots=st.integers(1, 4))
+    def resize(self, chance: random.Random, slots: int) -> None:
+        self.router.resize(chance.choice(self.replicas), slots)
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        router = self.router
+        assert router.replicas == self.replicas
+        assert [each.position for each in router.available] == [*range(len(router.available))]
+        assert all(each.slots.position == REMOVED for each in self.removed)
+        waiting = [each for each in self.calls if not each.settled and each.runner is None]
+        assert router.num_queued == len(waiting)
+        is_patient = any(each.metadata.deadline is None for each in waiting)
+        for each in self.replicas:
+            slots = each.slots
+            assert slots.ongoing == len(each.handed) + len(each.running)
+            has_room = slots.ongoing < slots.max_ongoing
+            assert has_room if slots.position >= 0 or slots.position == HELD else not has_room
+            assert slots.position >= 0 or slots.is_behind() or not has_room
+            if waiting and has_room:
+                assert slots.is_behind()
+                assert not is_patient or slots.is_computing
+        accepted = len(self.calls) - self.rejected // 2
+        assert (router.num_requests, router.num_rejected) == (accepted, self.rejected)
+
+    def teardown(self) -> None:
+        if hasattr(self, "router"):
+            self.router.refuse("the test is over")
+
+
+TestLateMachine = LateMachine.TestCase
+TestLateMachine.settings = settings(
+    max_examples=800 if ROUNDS else 100, stateful_step_count=50, deadline=None
+)
 
 
 def test_no_call_is_left_behind_by_a_late_replica(switch_interval: None) -> None:

@@ -16,12 +16,13 @@ import pytest
 import ingress as serve
 from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
-from ingress.exceptions import BackPressureError, RequestCancelledError
+from ingress.exceptions import BackPressureError, RequestCancelledError, RequestCycleError
 from ingress.request_router import (
     ConsistentHashRouter,
     PendingRequest,
     PowerOfTwoChoicesRequestRouter,
     RequestRouter,
+    RoundRobinRouter,
     RunningReplica,
 )
 from ingress.testing import Latch
@@ -123,6 +124,99 @@ def test_a_call_waits_for_the_chosen_replica_and_no_other_call_waits_for_it(latc
     assert queued() == 1
     latch.count_down()
     assert [each.result() for each in holding] == ["1", "1", "1"]
+
+
+class Undecided(RequestRouter):
+    """Chooses the replicas of its list, one for each question, then those that are left."""
+
+    choices: ClassVar[list[list[str]]] = []
+    asked: ClassVar[int] = 0
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        Undecided.asked += 1
+        tags = self.choices.pop(0) if self.choices else ["0", "1", "2", "3"]
+        return [[each] for each in candidate_replicas if each.replica_id.unique_id in tags]
+
+
+@pytest.fixture
+def undecided() -> type[Undecided]:
+    Undecided.choices, Undecided.asked = [], 0
+    return Undecided
+
+
+def test_a_policy_is_asked_once_if_it_finds_a_slot_or_the_call_has_gone(
+    latch: Latch, undecided: type[Undecided]
+) -> None:
+    handle = run(undecided)
+
+    assert [handle.where.remote().result() for _ in range(5)]
+    assert undecided.asked == 5
+
+    undecided.choices = [["1"]] * 3
+    held = [handle.hold.remote() for _ in range(3)]
+    wait_until(lambda: queued() == 1)
+    held[-1].cancel()
+    asked = undecided.asked
+    latch.count_down()
+    assert [each.result() for each in held[:2]] == ["1", "1"]
+    assert handle.where.remote().result() in "0123"
+    assert undecided.asked <= asked + 2, "at most once more for the call that was cancelled"
+
+
+def test_a_call_waits_for_the_replicas_that_were_chosen_last(
+    latch: Latch, undecided: type[Undecided]
+) -> None:
+    handle = run(undecided)
+    undecided.choices = [["0"], ["0"], ["1"], ["1"], ["0"], *[["1"]] * 10_000]
+    zero = [handle.hold.remote() for _ in range(2)]
+    wait_until(lambda: undecided.asked == 2)
+    one = [handle.hold.remote() for _ in range(2)]
+    wait_until(lambda: undecided.asked == 4)
+    waiting = handle.where.remote()
+    wait_until(lambda: undecided.asked >= 7)  # and chooses another
+    for each in zero:
+        each.cancel()
+    wait_until(lambda: sorted(each.ongoing for each in overview("Model").replicas) == [0, 0, 0, 2])
+
+    assert queued() == 1
+    latch.count_down()
+    assert waiting.result() == "1"
+    assert [each.result() for each in one] == ["1", "1"]
+
+
+def test_the_pauses_between_questions_are_those_of_the_configuration(
+    undecided: type[Undecided],
+) -> None:
+    """By default 200 of them take over a minute."""
+    undecided.choices = [[] for _ in range(200)]
+    model: Any = Model
+    routing = {
+        "request_router_class": undecided,
+        "initial_backoff_s": 0.001,
+        "max_backoff_s": 0.001,
+    }
+    handle = serve.run(model.options(request_router_config=routing).bind(), route_prefix=None)
+
+    assert handle.where.remote().result(timeout_s=20) in "0123"
+
+
+def test_a_cycle_through_a_policy_is_found() -> None:
+    @serve.deployment(
+        max_ongoing_requests=1, request_router_config={"request_router_class": RoundRobinRouter}
+    )
+    class Recursive:
+        async def again(self, depth: int) -> str:
+            handle = serve.get_deployment_handle("Recursive", "default")
+            return await handle.again.remote(depth - 1) if depth else "the end"
+
+    handle = serve.run(bind(Recursive), route_prefix=None)
+
+    with pytest.raises(RequestCycleError, match="all slots of 'Recursive' are held"):
+        handle.again.remote(1).result(timeout_s=20)
 
 
 def test_calls_that_wait_are_cancelled_refused_and_ended_as_others_are(latch: Latch) -> None:

@@ -275,6 +275,7 @@ def test_a_call_that_no_replica_accepts_fails_after_the_configured_number_of_ret
     last.deliver(call)
 
     assert call.error is GONE
+    assert router.num_retries == 4
     assert len(pauses) == 3, "none before the first"
     assert router.num_ongoing == router.num_queued == 0
 
@@ -297,6 +298,23 @@ def test_a_call_that_rests_is_refused_at_once_when_the_deployment_stops() -> Non
     assert isinstance(calls[1].error, DeploymentUnavailableError)
     later.run()
     assert not any(replica.arriving for replica in replicas)
+
+
+def test_a_call_that_is_settled_on_its_way_back_into_the_queue_leaves_it() -> None:
+    """A cancellation settles the call and then looks for it: it may look a moment too early."""
+    later = Later()
+    router, replicas = over_gone_replicas(later=later)
+    call = make_call()
+    router.assign(call)
+    while not later.callbacks:
+        for replica in [each for each in replicas if each.arriving]:
+            replica.deliver(call)
+    for replica in replicas:
+        router.remove(replica)
+    call.settle()
+    later.run()
+
+    assert router.num_queued == 0
 
 
 def test_a_call_whose_deadline_is_before_the_next_try_is_told_at_once() -> None:

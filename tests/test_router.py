@@ -280,6 +280,28 @@ def test_calls_that_come_together_go_to_a_replica_at_work_if_none_has_fewer() ->
     assert changes < 300, "seven in eight without a preference: 350"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_replica_at_work_gets_the_next_call_wherever_it_stands_in_the_list(first: int) -> None:
+    """Of two with a call each, that which got the last one is awake."""
+    router, replicas = routed(100, 100)
+    calls = [make_call() for _ in range(2)]
+    assign(router, *calls)
+    for _ in range(20):  # `first` gets the last call of two
+        if calls[-1].runner is replicas[first]:
+            break
+        (replica,) = [each for each in replicas if calls[-1].runner is each]
+        replica.finish(calls[-1])
+        other = replicas[1 - replicas.index(replica)]
+        other.finish(calls[0])
+        calls = [make_call() for _ in range(2)]
+        assign(router, *calls)
+
+    third = make_call()
+    router.assign(third)
+
+    assert third.runner is calls[-1].runner is replicas[first]
+
+
 def test_calls_one_at_a_time_go_to_all_replicas() -> None:
     router, replicas = routed(*[100] * 8)
 
@@ -343,6 +365,9 @@ def test_whatever_happens_many_replicas_are_not_given_a_second_call_while_one_is
             (replica,) = (each for each in replicas if each is call.runner)
             running.discard(call)
             replica.finish(call)
+        elif step < 0.985:
+            resized = choice.choice(replicas)  # its place among the idle ones does not change
+            router.resize(resized, resized.slots.max_ongoing)
         elif step < 0.99 and len(replicas) > 128:
             leaving = choice.choice(replicas)
             if not leaving.running:
