@@ -366,6 +366,23 @@ def test_a_name_the_deployment_lacks_is_an_attribute_error_that_lists_its_method
         result(child.options(method_name="predict").remote())
 
 
+@pytest.mark.usefixtures("shutdown")
+def test_a_function_that_the_instance_alone_has_is_a_method_too() -> None:
+    @serve.deployment
+    class Assembled:
+        def __init__(self) -> None:
+            self.double = lambda number: 2 * number
+            self.factor = 2
+
+        async def __call__(self) -> None: ...
+
+    handle = serve.run(bind(Assembled), route_prefix=None)
+
+    assert handle.double.remote(21).result() == 42
+    with pytest.raises(AttributeError, match=r"no method 'factor'\. Available methods: .*'double'"):
+        _ = handle.factor
+
+
 def test_options_make_another_handle_and_leave_this_one_alone(child: DeploymentHandle) -> None:
     other = child.options(method_name="sync")
     assert other is not child

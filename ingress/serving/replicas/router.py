@@ -500,7 +500,6 @@ class Router:
         if slots.ongoing >= slots.max_ongoing and slots.position >= 0:
             self._remove_available(slots)
         slots.given += 1
-        call.began_at = 0.0
         call.assigned_at = monotonic()
         self._holders.add(call)
         if call.metadata.multiplexed_model_id:
