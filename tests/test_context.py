@@ -12,6 +12,7 @@ import pytest
 
 import ingress as serve
 from ingress.core.base.settings import Settings
+from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from tests.fakes import bind
@@ -90,3 +91,24 @@ def test_a_thread_started_by_hand_is_told_how_to_get_it(model: DeploymentHandle)
 def test_outside_of_a_deployment_it_raises() -> None:
     with pytest.raises(RayServeException, match="may only be called from within a deployment"):
         serve.get_replica_context()
+
+
+@pytest.mark.usefixtures("separate", "shutdown")
+def test_a_later_reconfigure_finds_itself_in_its_replica() -> None:
+    @serve.deployment(user_config=1)
+    class Model:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def reconfigure(self, user_config: int) -> None:
+            context = serve.get_replica_context()
+            self.seen.append((user_config, context.deployment, context.servable_object is self))
+
+        async def __call__(self) -> list[Any]:
+            return self.seen
+
+    handle = serve.run(bind(Model), route_prefix=None)
+    local_engine().change("default", {"Model": {"user_config": 2}})
+    local_engine().wait_until_settled("default", PATIENCE_S)
+
+    assert handle.remote().result() == [(1, "Model", True), (2, "Model", True)]

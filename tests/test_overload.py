@@ -31,7 +31,7 @@ from ingress.core.base.settings import ADAPT_SWITCH_INTERVAL, STALL_THRESHOLD_MS
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import Call
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, GILPressure
-from ingress.exceptions import BackPressureError
+from ingress.exceptions import BackPressureError, RequestTimeoutError
 from ingress.serving.http.reply import HTTPReply
 from ingress.serving.replicas.admission import (
     COMPUTING,
@@ -127,6 +127,17 @@ def test_the_order_of_arrival_is_back_as_soon_as_the_queue_is_short_again() -> N
         queue.add(call, now + 0.7)
 
     assert taken(queue, now + 0.8) == (calls, [])
+
+
+def test_the_newest_goes_first_again_once_no_call_without_a_deadline_waits() -> None:
+    now = time.monotonic()
+    patient = make_call()
+    calls = [make_call(left_s=1) for _ in range(3)]
+    queue = waiting(*calls, patient, since=now)
+    assert queue.next(now + 0.6, []) is calls[0]
+    queue.discard(patient)
+
+    assert taken(queue, now + 0.6) == ([calls[2], calls[1]], [])
 
 
 def test_calls_without_a_deadline_are_never_overtaken_and_never_shed() -> None:
@@ -276,6 +287,25 @@ def test_the_rate_is_known_no_more_once_no_call_has_waited() -> None:
         queue.add(make_call(left_s=60), now)
 
     assert not queue.turns_away(now + 0.1, now)
+
+
+def test_a_waiting_call_whose_timer_is_late_gets_its_timeout_when_a_slot_is_free() -> None:
+    router = Router(DeploymentID("D"))
+    replica = FakeReplica(router, 1)
+    router.add(replica)
+    for _ in range(MIN_SAMPLES):
+        call = make_call(left_s=60)
+        router.assign(call)
+        call.assigned_at -= 10.0
+        replica.finish(call)
+    first, probe, late = make_call(left_s=60), make_call(left_s=5), make_call(left_s=-1)
+    assign(router, first, probe, late)
+
+    replica.finish(first)
+    replica.finish(probe)
+
+    assert isinstance(late.error, RequestTimeoutError)
+    assert (router.num_expired, router.num_queued) == (1, 0)
 
 
 def test_calls_without_a_deadline_count_for_the_rate_too() -> None:
@@ -526,6 +556,31 @@ def test_a_replica_computes_as_its_threads_did_in_the_last_look_of_the_watchdog(
     slots.note_begin(is_late=True)
     monkeypatch.setattr(GIL_PRESSURE, "is_high", True)
     assert not slots.is_computing, "it is to be seen again"
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "took_s", "is_high", "is_late"),
+    [
+        (0.5, 1.0, True, True),
+        (0.49, 1.0, True, False),
+        (1.2, 2.0, True, True),
+        (0.0, 1.0, False, True),
+    ],
+)
+def test_under_pressure_only_a_loop_that_runs_for_half_of_the_time_delays_its_calls(
+    ran_s: float, took_s: float, is_high: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = iter([(1000.0, 100.0), (1000.0 + took_s, 100.0 + ran_s)])
+    now = (0.0, 0.0)
+    monkeypatch.setattr("ingress.serving.replicas.admission.monotonic", lambda: now[0])
+    monkeypatch.setattr("ingress.serving.replicas.admission.thread_time", lambda: now[1])
+    monkeypatch.setattr(GIL_PRESSURE, "is_high", is_high)
+    slots = Admission(FakeReplica(Router(DeploymentID("D")), 4), 4)
+
+    for now in clocks:  # noqa: B007
+        slots.note_begin(is_late=True)
+
+    assert slots.is_late is is_late
 
 
 class LateMachine(RuleBasedStateMachine):
@@ -797,6 +852,8 @@ def test_many_short_waits_for_the_gil_are_no_queue() -> None:
     turn = sys.getswitchinterval()
 
     pressure.note(50, 0.9 * turn, 0.0)
+    pressure.note(0, 0.5, 0.0)  # nothing of this was for the GIL
+    assert pressure.waited_s == 0.9 * turn
     assert not pressure.is_high
     pressure.note(1, 50 * turn, 0.0)
     assert not pressure.is_high, "it was late, but not for the GIL"

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import ingress as serve
+from ingress.config import RequestRouterConfig
+from ingress.context import ReplicaRuntime
 from ingress.core.base.settings import MAX_RETRIES, REQUEST_TIMEOUT_S
 from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.core.calls import retries
-from ingress.core.calls.call import Call
+from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import EventLoopThread, run_blocking
 from ingress.core.calls.retries import Failure, RetryBudget
 from ingress.engines import local_engine
@@ -31,9 +34,16 @@ from ingress.exceptions import (
     DeploymentUnavailableError,
     ReplicaUnavailableError,
     RequestCancelledError,
+    RequestCycleError,
     RequestTimeoutError,
 )
 from ingress.handle import Invocation
+from ingress.request_router import (
+    PendingRequest,
+    RoundRobinRouter,
+    RunningReplica,
+    SyncRequestRouter,
+)
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.thread_host import ThreadHost
@@ -197,6 +207,12 @@ class SlowReplica(FakeReplica):
         self.router.reassign(call, GONE)
 
 
+def wait_for(waiter: Call, call: Call) -> None:
+    """Wait for a call in the user code of another."""
+    CURRENT_CALL.set(waiter)
+    call.wait_blocking(PATIENCE_S)
+
+
 class Later:
     """Delayed callbacks, until the test runs them."""
 
@@ -239,6 +255,76 @@ def test_a_call_that_was_turned_away_starts_on_another_replica_at_once() -> None
 
     assert staying.arriving == [call]
     assert (going.ongoing, staying.ongoing, router.num_requests) == (0, 1, 1)
+
+
+class NamedReplica(SlowReplica):
+    """A slow replica that a policy can tell from others."""
+
+    def __init__(self, router: Router, name: str) -> None:
+        super().__init__(router)
+        self._context = ReplicaRuntime(ReplicaID(name, D))
+
+    @property
+    def context(self) -> ReplicaRuntime:
+        return self._context
+
+
+def test_a_policy_is_asked_again_for_a_call_that_was_turned_away() -> None:
+    router = Router(D, routing=RequestRouterConfig(request_router_class=RoundRobinRouter))
+    going, staying = NamedReplica(router, "going"), NamedReplica(router, "staying")
+    router.add(going)
+    call = make_call()
+    router.assign(call)
+    router.add(staying)
+    retire(router, going)
+    going.deliver(call)
+
+    assert staying.arriving == [call]
+
+
+class Whenever(SyncRequestRouter):
+    """Finds no replica for a call that names a model."""
+
+    def rank(self, candidates: list[RunningReplica], request: PendingRequest) -> Any:
+        return [] if request.metadata.multiplexed_model_id else [candidates]
+
+
+def test_with_a_policy_as_many_calls_wait_as_there_are_free_slots_and_places_in_the_queue() -> None:
+    router = Router(
+        D,
+        max_queued_requests=1,
+        routing=RequestRouterConfig(request_router_class=Whenever),
+    )
+    for name in "ab":
+        router.add(NamedReplica(router, name))
+    router.assign(make_call())
+    calls = [make_call(model_id="m") for _ in range(3)]
+    assign(router, *calls)
+
+    assert [call.settled for call in calls] == [False, False, True]
+    assert router.num_rejected == 1
+    router.refuse("the test is over")
+
+
+def test_a_call_that_was_turned_away_is_told_that_the_holder_of_the_last_slot_waits_for_it() -> (
+    None
+):
+    router = Router(D)
+    going, staying = SlowReplica(router), SlowReplica(router)
+    router.add(going)
+    call, holder = make_call(), make_call()
+    router.assign(call)
+    router.add(staying)
+    router.assign(holder)
+    staying.deliver(holder)
+    waits = threading.Thread(target=copy_context().run, args=(wait_for, holder, call))
+    waits.start()
+    wait_until(lambda: call in holder.waits_for)
+    retire(router, going)
+    going.deliver(call)
+
+    waits.join(PATIENCE_S)
+    assert isinstance(call.error, RequestCycleError)
 
 
 def test_a_call_that_was_turned_away_keeps_its_turn_and_its_place_in_a_full_queue() -> None:

@@ -640,6 +640,21 @@ def test_a_call_is_stuck_if_one_of_its_arguments_is() -> None:
     replica.finish(parent)
 
 
+def test_a_call_that_the_holder_of_the_last_slot_awaits_before_it_comes_is_told_so() -> None:
+    """As one whose arguments are not there yet."""
+    router, (replica,) = routed(1)
+    holder, call = make_call(), make_call()
+    router.assign(holder)
+    thread = blocked_by(holder, call)
+    assert not call.settled
+
+    router.assign(call)
+
+    assert isinstance(call.error, RequestCycleError)
+    thread.join(PATIENCE_S)
+    replica.finish(holder)
+
+
 def test_a_cycle_that_a_late_await_closes_is_found() -> None:
     """b awaits its child in A first; only then a awaits b."""
     router_a, (replica_a,) = routed(1, name="A")
