@@ -289,6 +289,21 @@ def test_the_rate_is_known_no_more_once_no_call_has_waited() -> None:
     assert not queue.turns_away(now + 0.1, now)
 
 
+def test_a_refusal_is_that_of_the_latest_configuration() -> None:
+    router = Router(DeploymentID("D"), backpressure=BackpressureConfig(status_code=429))
+    found = []
+    for limit in ((0, None), (1, BackpressureConfig(status_code=429, retry_after_s=7.0))):
+        router.limit(*limit)
+        assign(router, make_call())
+        refused = make_call()
+        router.assign(refused)
+        assert isinstance(refused.error, BackPressureError)
+        found.append((refused.error.status_code, refused.error.retry_after_s))
+
+    assert found == [(503, None), (429, 7.0)]
+    router.refuse("the test is over")
+
+
 def test_a_waiting_call_whose_timer_is_late_gets_its_timeout_when_a_slot_is_free() -> None:
     router = Router(DeploymentID("D"))
     replica = FakeReplica(router, 1)

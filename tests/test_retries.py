@@ -386,6 +386,13 @@ def test_a_call_that_rests_is_refused_at_once_when_the_deployment_stops() -> Non
     assert not any(replica.arriving for replica in replicas)
 
 
+def test_each_other_attempt_is_counted_once() -> None:
+    router = Router(D)
+    for count in (1, 2):
+        router.note_retry()
+        assert router.num_retries == count
+
+
 def test_a_call_that_is_settled_on_its_way_back_into_the_queue_leaves_it() -> None:
     """A cancellation settles the call and then looks for it: it may look a moment too early."""
     later = Later()
