@@ -204,9 +204,13 @@ def test_the_pauses_between_questions_are_those_of_the_configuration(
     assert handle.where.remote().result(timeout_s=20) in "0123"
 
 
-def test_a_cycle_through_a_policy_is_found() -> None:
+@pytest.mark.usefixtures("undecided")
+@pytest.mark.parametrize("router", [RoundRobinRouter, Undecided])
+def test_a_cycle_through_a_policy_is_found(router: Any) -> None:
+    """A policy of the second kind chooses after the call is awaited."""
+
     @serve.deployment(
-        max_ongoing_requests=1, request_router_config={"request_router_class": RoundRobinRouter}
+        max_ongoing_requests=1, request_router_config={"request_router_class": router}
     )
     class Recursive:
         async def again(self, depth: int) -> str:

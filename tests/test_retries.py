@@ -270,7 +270,13 @@ class NamedReplica(SlowReplica):
 
 
 def test_a_policy_is_asked_again_for_a_call_that_was_turned_away() -> None:
-    router = Router(D, routing=RequestRouterConfig(request_router_class=RoundRobinRouter))
+    shown: list[list[str]] = []
+
+    class Policy(RoundRobinRouter):
+        def update_replicas(self, replicas: list[RunningReplica]) -> None:
+            shown.append([each.replica_id.unique_id for each in replicas])
+
+    router = Router(D, routing=RequestRouterConfig(request_router_class=Policy))
     going, staying = NamedReplica(router, "going"), NamedReplica(router, "staying")
     router.add(going)
     call = make_call()
@@ -280,6 +286,7 @@ def test_a_policy_is_asked_again_for_a_call_that_was_turned_away() -> None:
     going.deliver(call)
 
     assert staying.arriving == [call]
+    assert shown == [["going"], ["going", "staying"], ["staying"]]
 
 
 class Whenever(SyncRequestRouter):
@@ -345,13 +352,16 @@ def test_a_call_that_was_turned_away_keeps_its_turn_and_its_place_in_a_full_queu
     assert staying.arriving == [first], "before the third, who came later"
 
 
-def test_a_call_that_no_replica_accepts_fails_after_the_configured_number_of_retries() -> None:
+@pytest.mark.parametrize(("options", "count"), [({"max_retries": 4}, 4), ({}, 10)])
+def test_a_call_that_no_replica_accepts_fails_after_the_configured_number_of_retries(
+    options: dict[str, int], count: int
+) -> None:
     later = Later()
-    router, replicas = over_gone_replicas(max_retries=4, later=later)
+    router, replicas = over_gone_replicas(later=later, **options)
     call = make_call()
     router.assign(call)
     pauses = []
-    for _ in range(4):
+    for _ in range(count):
         (replica,) = [each for each in replicas if each.arriving]
         replica.deliver(call)
         pauses += [delay_s for delay_s, _ in later.callbacks]
@@ -361,8 +371,8 @@ def test_a_call_that_no_replica_accepts_fails_after_the_configured_number_of_ret
     last.deliver(call)
 
     assert call.error is GONE
-    assert router.num_retries == 4
-    assert len(pauses) == 3, "none before the first"
+    assert router.num_retries == count
+    assert len(pauses) == count - 1, "none before the first"
     assert router.num_ongoing == router.num_queued == 0
 
 

@@ -280,26 +280,32 @@ def test_calls_that_come_together_go_to_a_replica_at_work_if_none_has_fewer() ->
     assert changes < 300, "seven in eight without a preference: 350"
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_replica_at_work_gets_the_next_call_wherever_it_stands_in_the_list(first: int) -> None:
-    """Of two with a call each, that which got the last one is awake."""
-    router, replicas = routed(100, 100)
-    calls = [make_call() for _ in range(2)]
-    assign(router, *calls)
-    for _ in range(20):  # `first` gets the last call of two
-        if calls[-1].runner is replicas[first]:
-            break
-        (replica,) = [each for each in replicas if calls[-1].runner is each]
-        replica.finish(calls[-1])
-        other = replicas[1 - replicas.index(replica)]
-        other.finish(calls[0])
-        calls = [make_call() for _ in range(2)]
+def test_of_equal_replicas_that_which_got_the_last_call_gets_the_next() -> None:
+    """Its loop is awake; wherever it stands in the list."""
+    found = set()
+    for _ in range(40):
+        router, replicas = routed(100, 100)
+        calls = [make_call() for _ in range(3)]
         assign(router, *calls)
+        assert calls[2].runner is calls[1].runner
+        found.add(replicas.index(calls[1].runner))  # type: ignore[arg-type]
 
-    third = make_call()
-    router.assign(third)
+    assert found == {0, 1}
 
-    assert third.runner is calls[-1].runner is replicas[first]
+
+def test_a_replica_with_fewer_slots_than_calls_gets_none_until_one_of_them_is_free() -> None:
+    router, (replica,) = routed(3)
+    calls = [make_call() for _ in range(4)]
+    assign(router, *calls[:3])
+    router.resize(replica, 1)
+    for call in calls[:2]:
+        replica.finish(call)
+    router.assign(calls[3])
+    assert (replica.ongoing, router.num_queued) == (1, 1)
+
+    replica.finish(calls[2])
+
+    assert calls[3].runner is replica
 
 
 def test_calls_one_at_a_time_go_to_all_replicas() -> None:
