@@ -108,6 +108,24 @@ async def test_a_full_channel_suspends_the_producer(size: int, room: int) -> Non
     await task
 
 
+@on_the_loop
+async def test_a_waiting_producer_is_woken_when_the_channel_is_half_empty() -> None:
+    """Not for each free place: a wake-up costs more than an item."""
+    channel: Channel[Any] = Channel(16)
+    for number in range(16):
+        channel.put_nowait(number)
+    producer = asyncio.ensure_future(channel.put(16))
+    await turns()
+
+    for _ in range(7):
+        await channel.get()
+        await turns()
+        assert not producer.done()
+    await channel.get()
+    await turns()
+    assert producer.done()
+
+
 def test_a_full_channel_holds_a_producer_in_a_thread() -> None:
     channel: Channel[Any] = Channel()
     put: list[int] = []

@@ -473,6 +473,20 @@ def test_calls_go_on_when_a_replica_has_stopped_computing() -> None:
     assert replica.handed == calls
 
 
+def test_a_slot_that_a_late_replica_gives_back_is_for_no_call_until_it_has_begun_the_last() -> None:
+    router, replica = late(max_ongoing=2)
+    first, second, third = (make_call(left_s=60) for _ in range(3))
+    router.assign(first)
+    replica.begin()
+    router.assign(second)
+    replica.finish(first)
+    router.assign(third)
+
+    assert replica.handed == [second]
+    replica.begin()
+    assert replica.handed == [third]
+
+
 def test_calls_that_wait_for_a_late_replica_do_not_count_against_the_queue() -> None:
     """10 slots and a queue of 5 admit 15 calls, as if the replica was not late."""
     router, replica = late(max_queued=5)

@@ -289,6 +289,20 @@ def test_a_policy_is_asked_again_for_a_call_that_was_turned_away() -> None:
     assert shown == [["going"], ["going", "staying"], ["staying"]]
 
 
+def test_a_policy_gives_a_late_replica_one_call_at_a_time() -> None:
+    router = Router(D, routing=RequestRouterConfig(request_router_class=RoundRobinRouter))
+    replica = NamedReplica(router, "late")
+    replica.slots.max_ongoing, replica.slots.is_late = 5, True
+    router.add(replica)
+    calls = [make_call(left_s=60) for _ in range(2)]
+    assign(router, *calls)
+
+    assert replica.arriving == calls[:1]
+    replica.deliver(calls[0])
+    router.resume(replica)
+    assert replica.arriving == calls[1:]
+
+
 class Whenever(SyncRequestRouter):
     """Finds no replica for a call that names a model."""
 
@@ -388,6 +402,7 @@ def test_a_call_that_rests_is_refused_at_once_when_the_deployment_stops() -> Non
     assert router.num_queued == 2
     calls[0].cancel()
     assert router.num_queued == 1
+    assert not any(replica.cancelled for replica in replicas), "it is on none of them"
     router.refuse("it stops")
 
     assert isinstance(calls[0].error, RequestCancelledError)
