@@ -126,6 +126,18 @@ def test_a_call_waits_for_the_chosen_replica_and_no_other_call_waits_for_it(latc
     assert [each.result() for each in holding] == ["1", "1", "1"]
 
 
+def test_a_policy_is_told_of_a_call_that_has_waited_while_it_runs(latch: Latch) -> None:
+    Chosen.notes.clear()
+    handle = run(Chosen).options(session_id="1")
+    holding = [handle.hold.remote() for _ in range(3)]
+    wait_until(lambda: queued() == 1)
+    holding[0].cancel()
+
+    wait_until(lambda: Chosen.notes.count(("routed", "hold", "1")) == 3)
+    latch.count_down()
+    assert [each.result() for each in holding[1:]] == ["1", "1"]
+
+
 class Undecided(RequestRouter):
     """Chooses the replicas of its list, one for each question, then those that are left."""
 

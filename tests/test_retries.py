@@ -310,19 +310,22 @@ class Whenever(SyncRequestRouter):
         return [] if request.metadata.multiplexed_model_id else [candidates]
 
 
-def test_with_a_policy_as_many_calls_wait_as_there_are_free_slots_and_places_in_the_queue() -> None:
+@pytest.mark.parametrize("places", [0, 1])
+def test_with_a_policy_as_many_calls_wait_as_there_are_free_slots_and_places_in_the_queue(
+    places: int,
+) -> None:
     router = Router(
         D,
-        max_queued_requests=1,
+        max_queued_requests=places,
         routing=RequestRouterConfig(request_router_class=Whenever),
     )
     for name in "ab":
         router.add(NamedReplica(router, name))
     router.assign(make_call())
-    calls = [make_call(model_id="m") for _ in range(3)]
+    calls = [make_call(model_id="m") for _ in range(2 + places)]
     assign(router, *calls)
 
-    assert [call.settled for call in calls] == [False, False, True]
+    assert [call.settled for call in calls] == [False] * (1 + places) + [True]
     assert router.num_rejected == 1
     router.refuse("the test is over")
 
