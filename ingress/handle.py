@@ -276,8 +276,7 @@ class DeploymentHandle:
         if not name.startswith("_"):
             methods = self._directory.methods(self._id)
             if methods is None or name in methods:
-                options = replace(self._options, method_name=name)
-                return DeploymentHandle(self._id, self._directory, options)
+                return self.options(method_name=name)
             raise UnknownMethodError(absent_method(self._id.name, name, [*methods]))
         raise AttributeError(f"'DeploymentHandle' object has no attribute '{name}'")
 

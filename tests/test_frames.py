@@ -22,7 +22,7 @@ NOTED = 8
         ("async", "both 0", 48, 25),
         ("def", "default", 69, 27),
         ("stream of 3", "default", 111, 29),
-        ("with a handle", "default", 121, 30),
+        ("with a handle", "default", 123, 30),
         ("in a process", "default", 79, 28),
         ("in the child", "default", 54, 22),
     ],
