@@ -320,12 +320,14 @@ def test_with_a_policy_as_many_calls_wait_as_there_are_free_slots_and_places_in_
         routing=RequestRouterConfig(request_router_class=Whenever),
     )
     for name in "ab":
-        router.add(NamedReplica(router, name))
+        replica = NamedReplica(router, name)
+        replica.slots.max_ongoing = 2
+        router.add(replica)
     router.assign(make_call())
-    calls = [make_call(model_id="m") for _ in range(2 + places)]
+    calls = [make_call(model_id="m") for _ in range(4 + places)]
     assign(router, *calls)
 
-    assert [call.settled for call in calls] == [False] * (1 + places) + [True]
+    assert [call.settled for call in calls] == [False] * (3 + places) + [True]
     assert router.num_rejected == 1
     router.refuse("the test is over")
 
