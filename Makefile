@@ -111,7 +111,8 @@ bench-document: .venv/.test ## Make docs/benchmarks again, from the results that
 	@$(BIN)/python -m benchmarks.document
 
 test-ecosystem: .venv-ecosystem/.made ## Packages against plain FastAPI, and docs/ecosystem.md: 10 minutes
-	@.venv-ecosystem/bin/python -m pytest -q tests/ecosystem $(ARGS)
+# Without ddtrace's own pytest plugin, which reads files on the loops of the tests.
+	@.venv-ecosystem/bin/python -m pytest -p no:ddtrace -q tests/ecosystem $(ARGS)
 	@.venv-ecosystem/bin/python -m tests.ecosystem.document
 
 test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on five FastAPI versions, and a pre-release

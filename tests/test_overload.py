@@ -499,6 +499,17 @@ def test_calls_that_wait_for_a_late_replica_do_not_count_against_the_queue() -> 
     router.refuse("the test is over")
 
 
+def test_a_late_replica_that_leaves_makes_no_room_in_the_queue() -> None:
+    router, replica = late(max_queued=1)
+    router.assign(make_call(left_s=60))
+    router.remove(replica)
+    calls = [make_call(left_s=60) for _ in range(2)]
+    assign(router, *calls)
+
+    assert [isinstance(call.error, BackPressureError) for call in calls] == [False, True]
+    router.refuse("the test is over")
+
+
 def test_a_call_goes_to_another_replica_while_one_is_late() -> None:
     router, slow = late()
     router.assign(make_call(left_s=60))
