@@ -25,7 +25,6 @@ from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -189,10 +188,10 @@ async def _count_here(name: str) -> tuple[dict[str, float], list[tuple[str, str,
         await cost_us(config, TARGETS[name], 1, REQUESTS)
         sys.setprofile(None)
         threading.setprofile(None)
-        profile = copy(PROFILE)
+        found = PROFILE.per_request()
         if name == "in the child":
-            profile = await handle.profile.remote(is_new=False)
-    return profile.per_request()
+            found = (await handle.profile.remote(is_new=False)).per_request()
+    return found
 
 
 def main() -> int:

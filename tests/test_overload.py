@@ -304,8 +304,9 @@ def test_a_refusal_is_that_of_the_latest_configuration() -> None:
     router.refuse("the test is over")
 
 
-def test_a_waiting_call_whose_timer_is_late_gets_its_timeout_when_a_slot_is_free() -> None:
-    router = Router(DeploymentID("D"))
+def where_calls_take_ten_seconds(backpressure: BackpressureConfig) -> tuple[Router, FakeReplica]:
+    """Return a router that has learned so, and its replica, which has one slot."""
+    router = Router(DeploymentID("D"), backpressure=backpressure)
     replica = FakeReplica(router, 1)
     router.add(replica)
     for _ in range(MIN_SAMPLES):
@@ -313,6 +314,11 @@ def test_a_waiting_call_whose_timer_is_late_gets_its_timeout_when_a_slot_is_free
         router.assign(call)
         call.assigned_at -= 10.0
         replica.finish(call)
+    return router, replica
+
+
+def test_a_waiting_call_whose_timer_is_late_gets_its_timeout_when_a_slot_is_free() -> None:
+    router, replica = where_calls_take_ten_seconds(BackpressureConfig())
     first, probe, late = make_call(left_s=60), make_call(left_s=5), make_call(left_s=-1)
     assign(router, first, probe, late)
 
@@ -383,14 +389,7 @@ def test_a_request_that_cannot_be_answered_in_time_is_counted_as_rejected(
 
 @pytest.mark.parametrize("after_s", [None, 2.5], ids=["by default", "as the deployment says"])
 def test_a_shed_call_gets_a_back_pressure_error(after_s: float | None) -> None:
-    router = Router(DeploymentID("D"), backpressure=BackpressureConfig(retry_after_s=after_s))
-    replica = FakeReplica(router, 1)
-    router.add(replica)
-    for _ in range(MIN_SAMPLES):
-        call = make_call(left_s=60)
-        router.assign(call)
-        call.assigned_at -= 10.0
-        replica.finish(call)
+    router, replica = where_calls_take_ten_seconds(BackpressureConfig(retry_after_s=after_s))
     first, probe, late = (make_call(left_s=5) for _ in range(3))
     assign(router, first, probe, late)
 
@@ -610,15 +609,15 @@ def test_a_replica_computes_as_its_threads_did_in_the_last_look_of_the_watchdog(
 def test_under_pressure_only_a_loop_that_runs_for_half_of_the_time_delays_its_calls(
     ran_s: float, took_s: float, is_high: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clocks = iter([(1000.0, 100.0), (1000.0 + took_s, 100.0 + ran_s)])
-    now = (0.0, 0.0)
-    monkeypatch.setattr("ingress.serving.replicas.admission.monotonic", lambda: now[0])
-    monkeypatch.setattr("ingress.serving.replicas.admission.thread_time", lambda: now[1])
+    clocks = [(1000.0, 100.0), (1000.0 + took_s, 100.0 + ran_s)]
+    monkeypatch.setattr("ingress.serving.replicas.admission.monotonic", lambda: clocks[0][0])
+    monkeypatch.setattr("ingress.serving.replicas.admission.thread_time", lambda: clocks[0][1])
     monkeypatch.setattr(GIL_PRESSURE, "is_high", is_high)
     slots = Admission(FakeReplica(Router(DeploymentID("D")), 4), 4)
 
-    for now in clocks:  # noqa: B007
-        slots.note_begin(is_late=True)
+    slots.note_begin(is_late=True)
+    del clocks[0]
+    slots.note_begin(is_late=True)
 
     assert slots.is_late is is_late
 

@@ -168,11 +168,12 @@ def test_a_policy_is_asked_once_if_it_finds_a_slot_or_the_call_has_gone(
     assert [handle.where.remote().result() for _ in range(5)]
     assert undecided.asked == 5
 
-    undecided.choices = [["1"]] * 3
+    undecided.choices = [["1"]] * 10_000
     held = [handle.hold.remote() for _ in range(3)]
     wait_until(lambda: queued() == 1)
     held[-1].cancel()
     asked = undecided.asked
+    undecided.choices = []
     latch.count_down()
     assert [each.result() for each in held[:2]] == ["1", "1"]
     assert handle.where.remote().result() in "0123"

@@ -243,15 +243,21 @@ def over_gone_replicas(**options: Any) -> tuple[Router, list[SlowReplica]]:
     return router, replicas
 
 
-def test_a_call_that_was_turned_away_starts_on_another_replica_at_once() -> None:
-    router = Router(D, later=Later())
-    going, staying = SlowReplica(router), SlowReplica(router, 2)
+def turned_away(router: Router, going: SlowReplica, staying: SlowReplica) -> Call:
+    """Return a call that reached the first replica when that had ended, beside the other."""
     router.add(going)
     call = make_call()
     router.assign(call)
     router.add(staying)
     retire(router, going)
     going.deliver(call)
+    return call
+
+
+def test_a_call_that_was_turned_away_starts_on_another_replica_at_once() -> None:
+    router = Router(D, later=Later())
+    going, staying = SlowReplica(router), SlowReplica(router, 2)
+    call = turned_away(router, going, staying)
 
     assert staying.arriving == [call]
     assert (going.ongoing, staying.ongoing, router.num_requests) == (0, 1, 1)
@@ -277,13 +283,8 @@ def test_a_policy_is_asked_again_for_a_call_that_was_turned_away() -> None:
             shown.append([each.replica_id.unique_id for each in replicas])
 
     router = Router(D, routing=RequestRouterConfig(request_router_class=Policy))
-    going, staying = NamedReplica(router, "going"), NamedReplica(router, "staying")
-    router.add(going)
-    call = make_call()
-    router.assign(call)
-    router.add(staying)
-    retire(router, going)
-    going.deliver(call)
+    staying = NamedReplica(router, "staying")
+    call = turned_away(router, NamedReplica(router, "going"), staying)
 
     assert staying.arriving == [call]
     assert shown == [["going"], ["going", "staying"], ["staying"]]

@@ -235,8 +235,9 @@ class HostedRequest(Work, Waiters):
 
     def flush(self) -> None:
         """Send the response that is held back for the last frame."""
-        if self._answer is not None:
-            self.call.frames.post(Kind.RESPONSE, self.call.number, self.take_answer() or b"")
+        if (answer := self._answer) is not None:
+            self._answer = None
+            self.call.frames.post(Kind.RESPONSE, self.call.number, answer)
 
     async def _stream(self, message: Message) -> None:
         """Send one message, at the pace of the client."""
