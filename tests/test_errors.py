@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 import ingress as serve
+from ingress.core.execution.mistakes import users_frames
 from ingress.core.execution.tracebacks import format_error
 from tests.containment_app import HOSTILE
 from tests.servers import (
@@ -379,3 +382,11 @@ def test_no_error_fails_the_logging_of_what_contains_it(name: str) -> None:
         handle.remote().result(timeout_s=20)
 
     assert "in __call__" in "".join(traceback.format_exception(failed.value))
+
+
+def test_a_mistake_outside_of_the_users_files_is_shown_by_its_last_frame() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        error = threads.submit(json.loads, "{").exception()
+    assert error is not None
+    place, _ = users_frames(error).splitlines()
+    assert place.endswith("in raw_decode")

@@ -510,3 +510,16 @@ def test_a_call_inline_is_contained(raised: BaseException, expected: type[Except
     with pytest.raises(expected) as found:
         call_inline(func, 1)
     assert found.value is raised or found.value.__cause__ is raised
+
+
+async def test_the_items_of_a_generator_do_not_end_the_thread_that_asks_for_them(
+    planned: Planned,
+) -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise SystemExit
+
+    given = planned(items, flag=True).items()
+    assert next(given) == 1
+    with pytest.raises(UserCodeExit):
+        next(given)

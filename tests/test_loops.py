@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
+from subprocess import run
 from typing import Any
 
 import pytest
@@ -172,6 +173,51 @@ def test_items_left_in_a_closed_loop_are_buried_with_the_next_post() -> None:
     mailbox.post(print, 2)
 
     assert buried == [(1,), (2,)]
+
+
+def test_what_waits_for_a_loop_that_user_code_closes_is_buried_without_another_post() -> None:
+    buried: list[Any] = []
+    home = EventLoopThread("home", lambda callback, args: buried.append(args))
+
+    class Closes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            """Close the loop between two runs, while a drain is scheduled."""
+            if "stopped the event loop" in record.getMessage():
+                home.mailbox.post(print, 1)
+                home.loop.close()
+                closed.count_down()
+
+    closes, closed = Closes(), Latch()
+    logging.getLogger("ingress").addHandler(closes)
+    try:
+        home.loop.call_soon_threadsafe(home.loop.stop)
+        closed.wait()
+        assert home.stop(PATIENCE_S)
+    finally:
+        logging.getLogger("ingress").removeHandler(closes)
+    assert buried == [(1,)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_a_start_is_refused_if_its_loops_could_not_have_their_descriptors() -> None:
+    code = """
+import os, resource
+from ingress.core.calls.loops import DESCRIPTORS_PER_LOOP, reserve_descriptors
+before = len(os.listdir("/proc/self/fd"))
+for extra in (100, 0):
+    limit = before + 20 * DESCRIPTORS_PER_LOOP + extra
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    try:
+        reserve_descriptors(20)
+    except RuntimeError as error:
+        print(str(error)[:50])
+    else:
+        print("fits")
+"""
+    told = run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    fits, refused = told.splitlines()
+    assert fits == "fits"
+    assert refused.startswith("20 more event loops need ")
 
 
 def test_burying_one_item_may_post_the_next_ten_thousand() -> None:

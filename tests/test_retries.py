@@ -131,6 +131,12 @@ def test_a_request_that_did_not_start_is_sent_on_as_often_as_is_configured_at_on
     assert [pause_s(attempt, 0.5) for attempt in range(1, 12)] == pytest.approx(expected)
 
 
+def test_a_request_is_not_sent_on_when_its_time_is_over() -> None:
+    failure = Failure(1, may_have_started=False)
+    assert retries.pause_s(failure, max_retries=10, deadline=5.0, now=5.0, chance=0.5) is None
+    assert retries.pause_s(failure, max_retries=10, deadline=5.1, now=5.0, chance=0.5) == 0.0
+
+
 @pytest.mark.reliability("A07", "D04")
 @settings(deadline=None)
 @given(

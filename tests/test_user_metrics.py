@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 import ingress as serve
 from ingress.core.base.snapshot import MAX_ENDED, Snapshot, UserMetric, UserSeries
@@ -255,3 +256,21 @@ def test_threads_lose_no_count(switch_interval: None) -> None:
     together(*[count] * 4)
 
     assert [each.value for each in found("by_threads").series] == [8000]
+
+
+def test_what_registers_outside_of_a_replica_is_not_shared(shutdown: None) -> None:
+    """Replicas share metrics of `prometheus_client`; what runs beside them has its own."""
+
+    @serve.deployment(num_replicas=2)
+    class Counts:
+        def __init__(self) -> None:
+            self.counter = Counter("shared", "Counted by all replicas.", registry=registry)
+
+        async def __call__(self) -> None:
+            self.counter.inc()
+
+    registry = CollectorRegistry()
+    served(bind(Counts))
+    Counter("mine", "Made by the test.", registry=registry)
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        Counter("shared", "Made by the test.", registry=registry)

@@ -103,6 +103,13 @@ class Handlers:
             self.seen.append(gone.code)
             raise
 
+    async def cleans_up_after_a_send(self, websocket: WebSocket) -> None:
+        try:
+            await self.sends(websocket)
+        finally:
+            await asyncio.sleep(2 * HEARING_S)
+            self.seen.append("cleaned up")
+
     async def listens_in_a_group(self, websocket: WebSocket) -> None:
         await websocket.accept()
         try:
@@ -208,11 +215,19 @@ def test_a_handler_and_its_client_are_told_that_its_application_ends(
     [
         ("/cleans_up", [1000, "cleaned up"]),
         ("/sends", [1006]),
+        ("/cleans_up_after_a_send", [1006, "cleaned up"]),
         ("/listens_in_a_group", [ExceptionGroup]),
         ("/waits", ["cancelled"]),
         ("/swallows", ["cancelled"]),
     ],
-    ids=["cleans up", "sends", "listens in a group", "does not listen", "swallows"],
+    ids=[
+        "cleans up",
+        "sends",
+        "cleans up after a send",
+        "listens in a group",
+        "does not listen",
+        "swallows",
+    ],
 )
 def test_a_handler_ends_as_it_likes_after_its_client_has_left_or_is_cancelled(
     path: str, seen: list[Any], handlers: Handlers, port: int, caplog: pytest.LogCaptureFixture

@@ -102,7 +102,6 @@ def _is_readable(error: BaseException, known: _Known) -> bool:
                 for name in _READ_BY_OTHERS:
                     getattr(error, name, None)
                 bool(error)
-                isinstance(error, _Never)
         except BaseException:
             return False
     return not issubclass(kind, BaseExceptionGroup) or _has_readable_members(error, known)
@@ -136,7 +135,3 @@ def _stand_in(error: BaseException) -> UnreadableError:
         link.__set__(made, link.__get__(error))
     _SUPPRESSES.__set__(made, _SUPPRESSES.__get__(error))
     return made.with_traceback(traceback_of(error))
-
-
-class _Never(Exception):
-    """A class without instances: `isinstance` with it makes Python read an error's `__class__`."""
