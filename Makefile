@@ -2,12 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 FASTAPI_VERSIONS := 0.133.0 0.136.x 0.137.2 0.158.2 newest pre
+PYTHONS := $(addprefix python,3.11 3.12 3.13 3.14 3.14t)
 PEERS := ray litserve bentoml mosec
 RAY := .venv-ray/bin/python
 PACKAGE_ray := ray[serve]==2.60.0
 PACKAGE_litserve := litserve
 PACKAGE_bentoml := bentoml
 PACKAGE_mosec := mosec
+
+define NAME_OF_PYTHON
+import sys, sysconfig
+print("%d.%d" % sys.version_info[:2] + "t" * (sysconfig.get_config_var("Py_GIL_DISABLED") or 0))
+endef
+export NAME_OF_PYTHON
 
 define IS_PRE_RELEASE
 from importlib.metadata import version
@@ -50,12 +57,13 @@ coverage: .venv/.test ## Run the tests and report what they do not reach
 	@$(BIN)/python -m coverage combine -q
 	@$(BIN)/python -m coverage report
 
-test-python: ## Run the tests on each Python from 3.11 on that this machine has
-	@for minor in 11 12 13 14; do \
-		python=$$(command -v python3.$$minor) && $$python -c '' 2>/dev/null || \
-			{ echo "python3.$$minor: not on this machine"; continue; }; \
-		$(MAKE) --no-print-directory .venv-python/3.$$minor/.test PYTHON=$$python && \
-		.venv-python/3.$$minor/bin/python -m pytest -q -n 3 || exit 1; \
+test-python: ## Run the tests on each Python from 3.11 on that this machine has, or on PYTHONS="..."
+	@for each in $(PYTHONS); do \
+		python=$$(command -v $$each) && name=$$($$python -c "$$NAME_OF_PYTHON" 2>/dev/null) || \
+			{ echo "$$each: not on this machine"; continue; }; \
+		$(MAKE) --no-print-directory .venv-python/$$name/.test PYTHON=$$python || exit 1; \
+		case $$name in *t) gil=0;; *) gil=1;; esac; \
+		PYTHON_GIL=$$gil .venv-python/$$name/bin/python -m pytest -q -n 3 $(ARGS) || exit 1; \
 	done
 
 check-deploy: ## Lint and validate the files of docs/deploy; makes .venv-deploy
