@@ -464,7 +464,7 @@ def test_cancelling_run_on_cancels_the_coroutine_there(home: EventLoopThread) ->
             ended.set()
 
     async def here() -> None:
-        task = asyncio.ensure_future(run_on(home.loop, there()))
+        task = asyncio.ensure_future(run_on(home.loop, there))
         await asyncio.to_thread(started.wait, PATIENCE_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

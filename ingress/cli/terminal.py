@@ -21,6 +21,7 @@ from rich.text import Text
 from ingress.api import RunTarget
 from ingress.app.declaration.declaration import Application
 from ingress.cli.target import refusal
+from ingress.core.base import gil
 from ingress.core.base.settings import Settings
 from ingress.observe.inspection import explain
 from ingress.observe.inspection.budget import ThreadBudget
@@ -141,7 +142,8 @@ def print_plan(
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
     if budget is None:  # each replica is a process with the CPUs that Ray gives it
         return
-    console.print(budget.summary + "\n", highlight=False, soft_wrap=True)
+    summary = "\n".join(filter(None, (budget.summary, gil.told())))
+    console.print(summary + "\n", highlight=False, soft_wrap=True)
     if budget.warning:
         console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
 

@@ -494,26 +494,26 @@ class EventLoopThread:
             logger.exception("a task failed while the event loop of %s was closed", self.name)
 
 
-async def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run `coroutine` on `loop` and await its result; a cancellation is passed on to it."""
+async def run_on(
+    loop: asyncio.AbstractEventLoop, func: Callable[..., Coroutine[Any, Any, T]], *args: Any
+) -> T:
+    """Run `func(*args)` on `loop` and await its result; a cancellation is passed on to it.
+
+    Its coroutine is made there: one made here would never be awaited if it is cancelled first.
+    """
     if running_loop() is loop:
-        return await coroutine
+        return await func(*args)
     errors: list[Exception] = []
 
     async def run() -> T | None:
         # Errors bypass the future: asyncio replaces a `TimeoutError` in it, without its traceback.
         try:
-            return await coroutine
+            return await func(*args)
         except Exception as error:
             errors.append(error)
             return None
 
-    try:
-        future = start_on(loop, run())
-    except RuntimeError:
-        coroutine.close()
-        raise
-    result = await asyncio.wrap_future(future)
+    result = await asyncio.wrap_future(start_on(loop, run()))
     if errors:
         raise errors.pop()
     return result  # type: ignore[return-value]

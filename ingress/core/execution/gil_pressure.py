@@ -13,7 +13,8 @@ compute leave an HTTP loop 200 events a second, and what piles up meanwhile take
 Both end a second after the last sign of pressure. Turns are 2.5 ms as soon as more than 3 worker
 threads of a pool have a call: if these compute, the watchdog itself gets its turn only after all
 of them. The switch interval is the whole process's; with
-`INGRESS_ADAPT_SWITCH_INTERVAL=0` ingress does not change it.
+`INGRESS_ADAPT_SWITCH_INTERVAL=0` ingress does not change it. On free-threaded Python there is no
+pressure while the GIL is off: the watchdog counts no waits for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from math import inf
 from sys import maxsize
 from threading import Lock
 from time import monotonic
+
+from ingress.core.base import gil
 
 THREADS = 3  # with a call; more of them are expected to compute
 SHORTEST_S = 0.0005  # each waiting thread wakes once a turn, which costs CPU time
@@ -69,7 +72,7 @@ class GILPressure:
 
     def begin(self) -> None:
         """Allow `expect`: the watchdog runs, and will see when the pressure has ended."""
-        self.expected = THREADS
+        self._reset_expected()
 
     def end(self) -> None:
         """Restore the switch interval, because the watchdog ends."""
@@ -119,10 +122,13 @@ class GILPressure:
             self._restore()
 
     def _restore(self) -> None:
-        self.expected = THREADS
+        self._reset_expected()
         if self._set_s and sys.getswitchinterval() == self._set_s:
             sys.setswitchinterval(self._given_s)
         self._set_s = 0.0
+
+    def _reset_expected(self) -> None:
+        self.expected = THREADS if gil.is_on() else maxsize  # an import may turn it on later
 
     def _set(self, interval_s: float) -> None:
         """Set the switch interval, to no more than the process's own."""

@@ -162,7 +162,7 @@ class RayReplica:
             REPLICA.set(self._replica.context)
             return await work
 
-        return await run_on(self._replica.loop, run())
+        return await run_on(self._replica.loop, run)
 
     async def __del__(self) -> None:
         """Stop the replica. Ray calls this when requests have ended or their timeout is over."""

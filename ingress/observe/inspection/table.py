@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ingress.app.declaration.assignments import shown
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.core.base import gil
 from ingress.core.base.settings import (
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
@@ -51,6 +52,8 @@ def show(explanation: Explanation, console: Console, *, diff: bool = False) -> N
     if explanation.findings or any(row.findings for row in rows):
         console.print()
     console.print(explanation.budget.summary, highlight=False, soft_wrap=True)
+    if told := gil.told():
+        console.print(told, highlight=False, soft_wrap=True)
     console.print(_summary(explanation), highlight=False, soft_wrap=True)
 
 
@@ -76,6 +79,7 @@ def as_json(explanation: Explanation, *, diff: bool = False) -> dict[str, Any]:
             "each_call": explanation.budget.threads,
             "product": explanation.budget.product,
         },
+        "gil": {"is_on": gil.is_on(), "turned_on_by": gil.turned_on_by()},
         "rows": [_row_as_json(row) for row in _chosen(explanation, diff=diff)],
         "findings": [asdict(each) for each in explanation.findings],
     }

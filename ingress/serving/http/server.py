@@ -37,7 +37,7 @@ class HTTPServer:
 
     async def start(self) -> None:
         """Begin to accept connections."""
-        await run_on(self.home.loop, self._start())
+        await run_on(self.home.loop, self._start)
 
     async def _start(self) -> None:
         import uvicorn
@@ -71,7 +71,7 @@ class HTTPServer:
         try:
             if self._server is not None:
                 async with asyncio.timeout(0.9):
-                    await run_on(self.home.loop, self._stop())
+                    await run_on(self.home.loop, self._stop)
         except TimeoutError:
             logger.error(
                 "user code blocks the event loop of %s; its thread is left behind", self.home.name

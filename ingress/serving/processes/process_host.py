@@ -151,7 +151,7 @@ class ProcessHost:
             log_levels=levels(),
             log_mark=self._remote.link.mark,
         )
-        await run_on(self.loop, self._remote.start(args, kwargs, user_config))
+        await run_on(self.loop, self._remote.start, args, kwargs, user_config)
 
     def _take_report(self, report: Report) -> None:
         """Take the counters of the child."""

@@ -71,7 +71,7 @@ class Models:
 
     async def get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
         """Return a model, loaded if necessary. On any loop. Raises the error of the load."""
-        return await run_on(self.loop, self._get(func, owner, model_id, limit))
+        return await run_on(self.loop, self._get, func, owner, model_id, limit)
 
     async def _get(self, func: Loader, owner: list[Any], model_id: str, limit: int) -> Any:
         self.gets += 1

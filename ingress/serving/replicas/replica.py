@@ -143,7 +143,7 @@ class Replica:
 
     async def reconfigure(self, user_config: Any) -> None:
         """Give user code a new `user_config`, on the user loop. Raises the errors of user code."""
-        await run_on(self.loop, self._reconfigure(user_config))
+        await run_on(self.loop, self._reconfigure, user_config)
 
     async def _reconfigure(self, user_config: Any) -> None:
         self.is_reconfiguring = True
@@ -446,7 +446,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Run the user's health check, on the user loop. Raises what it raises."""
-        await run_on(self.loop, self._check_health())
+        await run_on(self.loop, self._check_health)
 
     async def _check_health(self) -> None:
         # One check at a time: a `check_health` that is stuck in a thread would otherwise take
@@ -476,7 +476,7 @@ class Replica:
             # The owner of a borrowed loop may have closed it without notice.
             if winds_down and not self.loop.is_closed():
                 async with asyncio.timeout(timeout_s):
-                    await run_on(self.loop, self._wind_down())
+                    await run_on(self.loop, self._wind_down)
         except TimeoutError:
             logger.error(
                 "%s did not stop within %.1f s; ingress waits no longer", self.replica_id, timeout_s

@@ -164,7 +164,7 @@ class ThreadHost:
         limiter.total_tokens = max(1, limiter.total_tokens + count - before)
 
     async def start(self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any) -> None:
-        await run_on(self.loop, self._start(args, kwargs, user_config))
+        await run_on(self.loop, self._start, args, kwargs, user_config)
 
     async def _start(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any

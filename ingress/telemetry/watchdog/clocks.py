@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ingress.core.base import gil
+
 if sys.platform != "win32":
     import resource
 
@@ -65,9 +67,11 @@ class GILWait:
     def since_last(self) -> int:
         """Return for how many switch intervals the thread has waited since the last call.
 
-        The thread must not have run much meanwhile.
+        The thread must not have run much meanwhile. Without a GIL, 0: it waited for a processor.
         """
         before, self._before = self._before, self._count()
+        if not gil.is_on():
+            return 0
         if _IS_LINUX:
             return int(self._before[0] - before[0])
         took_s = self._before[1] - before[1]

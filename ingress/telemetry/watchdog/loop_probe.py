@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import Protocol
 
 from ingress.context import REPLICA, ReplicaRuntime
+from ingress.core.base import gil
 from ingress.core.base.counters import Latency
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import mailbox_of, running_loop
@@ -223,7 +224,8 @@ class LoopProbe:
         key, votes = Counter(each.key for each in busy).most_common(1)[0] if busy else (None, 0)
         same = [each for each in busy if each.key == key]
         mine_s = sum(each.ran_s for each in runners if each.ident == self.thread_id)
-        others = [each for each in runners if each.ident != self.thread_id]
+        # Without the GIL, what other threads run delays no loop.
+        others = [each for each in runners if gil.is_on() and each.ident != self.thread_id]
         others_s = sum(each.ran_s for each in others)
         is_starved = self.starved_s >= took_s / 2
         is_shared = is_starved or others_s >= took_s / 2

@@ -40,7 +40,7 @@ class StallReason(StrEnum):
     GIL = "gil"
     """Code in other threads held the GIL: Python runs one thread at a time."""
     UNKNOWN = "unknown"
-    """Code on the loop held the GIL, and ended before the watchdog could take a sample."""
+    """Code on the loop ran, and ended before the watchdog could take a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class Stall:
             )
         if self.reason is StallReason.UNKNOWN:
             return (
-                f"{begin}. {end} Code on the loop held the GIL, in one C call or in the garbage "
-                "collector, so the watchdog could not take a sample."
+                f"{begin}. {end} Code on the loop ran where the watchdog could not take a sample: "
+                "in the garbage collector, or in one C call that held the GIL."
             )
         whose = f" in {self.method}" if self.method else ""
         if self.request_ids:
