@@ -650,3 +650,18 @@ def test_a_stuck_thread_never_delays_interpreter_exit(where: str, run: str) -> N
 
     assert (result.stdout, result.returncode) == ("left\n", 0), result.stderr
     assert time.monotonic() - begin < 20
+
+
+def test_a_worker_thread_has_nothing_of_the_request_that_starts_it() -> None:
+    """On free-threaded Python a thread has the context of the one that starts it."""
+    seen: list[str] = []
+    ended = threading.Event()
+
+    def see() -> None:
+        seen.append(WHO.get("nobody"))
+        ended.set()
+
+    with worker_threads(1) as workers:
+        contextvars.copy_context().run(lambda: (WHO.set("a request"), workers.submit(see)))
+        assert ended.wait(PATIENCE_S)
+    assert seen == ["nobody"]

@@ -409,7 +409,8 @@ class EventLoopThread:
         self.mailbox = Mailbox(self.loop, on_dead)
         self._stopping = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        # Free-threaded Python gives a thread the context of the one that starts it: a request's.
+        Context().run(self._thread.start)
 
     def __repr__(self) -> str:
         return f"EventLoopThread({self.name!r})"

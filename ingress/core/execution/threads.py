@@ -112,7 +112,7 @@ class WorkerThreads:
             GIL_PRESSURE.expect(unfinished)
         if start:
             try:
-                thread.start()
+                Context().run(thread.start)  # not with this request's, see `EventLoopThread`
             except RuntimeError:  # the system has no more threads
                 with self._lock:
                     self._threads.discard(thread)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from typing import IO
 
 from ingress.core.base.settings import PINNED_CPUS, environment
@@ -75,7 +76,7 @@ class ForkServer:
             target=self._main, name=f"{module}-fork-server", daemon=True
         )
         try:
-            self._thread.start()
+            Context().run(self._thread.start)
         except RuntimeError:  # there are too many threads
             self.control.close()
             self._theirs.close()

@@ -244,7 +244,8 @@ class FrameServer:
         if what == "look":
             look = partial(self._look, number, *argument)
             # Not in the replica's executor: user code may hold all of its threads.
-            threading.Thread(target=look, name="ingress-look", daemon=True).start()
+            thread = threading.Thread(target=look, name="ingress-look", daemon=True)
+            Context().run(thread.start)
             return
         try:
             if what == "check_health":

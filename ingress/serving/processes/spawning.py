@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextvars import Context
 
 from ingress.core.base.settings import environment, start_method
 from ingress.serving.processes.forking import PROLOGUE, ForkedProcess, fork
@@ -60,7 +61,7 @@ class ChildProcess:
         self._is_unwanted = False
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._thread = threading.Thread(target=self._main, name=f"{name}-process", daemon=True)
-        self._thread.start()
+        Context().run(self._thread.start)
 
     @property
     def pid(self) -> int:
@@ -127,7 +128,7 @@ class ChildProcess:
             target=self.output.pass_on, args=(process.pid, *pipes), name=name, daemon=True
         )
         try:
-            reading.start()
+            Context().run(reading.start)
         except RuntimeError:  # there are too many threads
             process.kill()
             process.wait()

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from contextvars import Context
 from itertools import count
 from logging.handlers import RotatingFileHandler
 from queue import Empty, SimpleQueue
@@ -126,7 +127,7 @@ class Sink:
             with suppress(RuntimeError):  # the interpreter is ending
                 if self._thread is None:
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    thread.start()
+                    Context().run(thread.start)
                     self._thread = thread
         finally:
             self._lock.release()

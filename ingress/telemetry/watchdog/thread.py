@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context
 from time import localtime, monotonic, strftime
 from types import FrameType
 
@@ -77,7 +78,7 @@ class Watchdog:
                     name="ingress-watchdog",
                     daemon=True,
                 )
-                self._thread.start()
+                Context().run(self._thread.start)
 
     def unwatch(self, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
         """Stop watching a loop, unless it has other owners. No effect if it is not watched."""
