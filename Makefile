@@ -28,7 +28,7 @@ export IS_PRE_RELEASE
 .DEFAULT_GOAL := help
 .PHONY: help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
-	bench-peers bench-scaling bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
+	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
@@ -111,6 +111,13 @@ bench-processes: .venv/.test ## Measure replicas in processes against threads an
 
 bench-peers: .venv/.test $(PEERS:%=.venv-peers/%/.made) ## Compare with Ray Serve, LitServe, BentoML and mosec
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+bench-free-threading: .venv/.test ## Measure Python without the GIL against the same with it (needs wrk, PYTHONS="...")
+	@made=""; for each in $(PYTHONS); do \
+		python=$$(command -v $$each) && name=$$($$python -c "$$NAME_OF_PYTHON" 2>/dev/null) || continue; \
+		$(MAKE) --no-print-directory .venv-python/$$name/.test PYTHON=$$python || exit 1; \
+		made="$$made .venv-python/$$name/bin/python"; \
+	done; exec $(BIN)/python -m benchmarks.free_threading $$made $(ARGS)
 
 bench-overload: .venv/.test ## Goodput under overload, against another checkout: BEFORE=PATH
 	@$(BIN)/python -m benchmarks.overload --before $(BEFORE) $(ARGS)

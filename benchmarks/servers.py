@@ -248,9 +248,10 @@ def ingress_run(
     start_s: float = START_S,
     stop_s: float = STOP_S,
     root: Path = ROOT,
+    python: str = sys.executable,
 ) -> Server:
     """Return a server of `benchmarks.apps.<app>` in a checkout, by `ingress run`."""
-    run = [sys.executable, "-c", "from ingress.cli.commands import main; main()", "run"]
+    run = [python, "-c", "from ingress.cli.commands import main; main()", "run"]
     target = f"benchmarks.apps.{app}"
     return Server(
         name,
