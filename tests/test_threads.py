@@ -661,7 +661,9 @@ def test_a_worker_thread_has_nothing_of_the_request_that_starts_it() -> None:
         seen.append(WHO.get("nobody"))
         ended.set()
 
+    request = contextvars.copy_context()
+    request.run(WHO.set, "a request")
     with worker_threads(1) as workers:
-        contextvars.copy_context().run(lambda: (WHO.set("a request"), workers.submit(see)))
+        request.run(workers.submit, see)
         assert ended.wait(PATIENCE_S)
     assert seen == ["nobody"]
