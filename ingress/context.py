@@ -2,7 +2,8 @@
 
 The replica is in a context variable, so it is known in the request's task, in tasks started there,
 in the worker threads of the replica, in `asyncio.to_thread` and in `run_in_executor`. Only a thread
-that the user starts by hand does not know it, because Python gives that thread an empty context.
+that the user starts by hand does not know it, because Python gives that thread an empty context;
+free-threaded Python gives it a copy of the context of the thread that starts it.
 """
 
 from __future__ import annotations

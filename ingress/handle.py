@@ -442,8 +442,7 @@ class DeploymentResponseGenerator(_Response):
         return self
 
     async def __anext__(self) -> Any:
-        self._take_turn()
-        waiter = begin_wait(self._call)
+        waiter = self._begin_turn()
         try:
             return await self._channel.get()
         except EndOfStream:
@@ -460,8 +459,7 @@ class DeploymentResponseGenerator(_Response):
 
     def __next__(self) -> Any:
         _refuse_in_loop("`async for` or `await response.__anext__()`", quote=False)
-        self._take_turn()
-        waiter = begin_wait(self._call)
+        waiter = self._begin_turn()
         try:
             return self._channel.get_blocking()
         except EndOfStream:
@@ -470,12 +468,18 @@ class DeploymentResponseGenerator(_Response):
             end_wait(self._call, waiter)
             self._turn.release()
 
-    def _take_turn(self) -> None:
+    def _begin_turn(self) -> Call | None:
+        """Wait for the next item as the only consumer; return the call that waits, if any."""
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
                 "another consumer waits for the next item of this DeploymentResponseGenerator; "
                 "make a call for each consumer, or let one consumer pass the items on"
             )
+        try:
+            return begin_wait(self._call)
+        except BaseException:  # a cycle
+            self._turn.release()
+            raise
 
     async def aclose(self) -> None:
         """Stop the stream; the deployment's generator is closed where it runs."""

@@ -32,6 +32,7 @@ from ingress.context import ReplicaRuntime
 from ingress.core.base.counters import Latency
 from ingress.core.base.settings import STALL_THRESHOLD_MS
 from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.core.calls.call import Call
 from ingress.core.calls.loops import EventLoopThread
 from ingress.telemetry.watchdog import WATCHDOG, StallReason
 from ingress.telemetry.watchdog.loop_probe import LoopProbe, Runner, Sample
@@ -599,6 +600,7 @@ class Owner:
     def __init__(self, name: str) -> None:
         self.context = ReplicaRuntime(ReplicaID("0", DeploymentID(name)))
         self.ongoing = 1
+        self.running: dict[Call, Any] = {}
         self.stalls: dict[str, Latency] = {}
 
 
@@ -782,6 +784,7 @@ FORKING = """
 import os, threading
 import ingress as serve
 from users import model
+from ingress.core.calls.call import Call
 from ingress.core.calls.loops import EventLoopThread
 from ingress.telemetry.watchdog import WATCHDOG
 from tests.servers import wait_until

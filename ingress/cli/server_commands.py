@@ -91,7 +91,7 @@ def check(wanted: Changes, *, is_scaling: bool = False) -> None:
     running = local_engine().applications
     for name, options in wanted.items():
         if (application := running.get(name)) is None:
-            there = ", ".join(map(repr, running)) or "none"
+            there = ", ".join(map(repr, list(running))) or "none"
             raise CommandError(f"no application {name!r} runs; running: {there}")
         for each in options if is_scaling else ():
             deployment = application.deployments.get(each)

@@ -311,7 +311,7 @@ class LocalEngine:
         with self.operating() as threads:
             running = self.applications.get(app_name)
             if threads is None or running is None or running.stopping is not None:
-                known = ", ".join(map(repr, self.applications)) or "none"
+                known = ", ".join(map(repr, list(self.applications))) or "none"
                 raise ValueError(f"application {app_name!r} does not run; running: {known}")
 
             async def change() -> list[Change]:

@@ -130,7 +130,7 @@ class Visitors(set["asyncio.Task[Any]"]):
 
     def __init__(self, scope: CancelScope, loop: asyncio.AbstractEventLoop) -> None:
         # Not those on a loop of the user's, given with `token=`: that loop is the user's own.
-        super().__init__(task for task in scope._tasks if task.get_loop() is loop)
+        super().__init__(task for task in list(scope._tasks) if task.get_loop() is loop)
         self._scope = scope
         self._loop = loop
         scope._tasks = self

@@ -28,6 +28,7 @@ from operator import attrgetter
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
+from ingress.core.base import gil
 from ingress.core.base.signals import LOOK_S
 from ingress.core.calls.wrong_thread import report
 
@@ -143,9 +144,31 @@ class _ThreadAwareLoop(ThreadAware, _Loop):  # type: ignore[misc]
     """A loop of uvloop, or asyncio's, that is aware of threads."""
 
 
+class _GuardedLoop(_ThreadAwareLoop):
+    """A loop that is not closed while another thread wakes it.
+
+    Without the GIL, uvloop 0.23 crashes then: `call_soon_threadsafe` finds the loop open, and uses
+    what `close` has freed meanwhile. A thread may take the lock again: a finalizer may post.
+    """
+
+    def __init__(self) -> None:
+        self._waking = threading.RLock()
+        super().__init__()
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        with self._waking:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+
+    def close(self) -> None:
+        with self._waking:
+            super().close()
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a new loop, of uvloop if that is installed."""
-    return _ThreadAwareLoop()
+    return _GuardedLoop() if gil.IS_FREE_THREADED else _ThreadAwareLoop()
 
 
 def _drop(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:

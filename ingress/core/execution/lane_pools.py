@@ -179,7 +179,7 @@ class LanePool(WorkerPool):
         """Return the calls inside; `None` if the turn has ended. Thread-safe."""
         if turn not in self._turns:
             return None
-        inside = set(self._inside.values())
+        inside = list(self._inside.values())  # a copy, in one step
         # Work for no call, such as a constructor or a health check, ends by itself.
         return frozenset() if None in inside else frozenset(filter(None, inside))
 

@@ -261,7 +261,7 @@ GIL_WAIT = Family(
     "ingress_gil_wait_seconds_total",
     COUNTER,
     ("process",),
-    "Seconds by which the watchdog woke late, because other threads held the GIL.",
+    "Seconds by which the watchdog woke late, as other threads held the GIL; 0 while it is off.",
 )
 WORKERS = Family(
     "ingress_workers", GAUGE, ("state",), 'Processes that serve: "ready", or "silent".'

@@ -62,8 +62,9 @@ class Observer:
     def _main(self) -> None:
         while not self._is_over.is_set():
             try:
-                parts, _ = self._ask("counts")
-                self._history.add(monotonic(), _counts(parts))
+                with self._lock:  # in the order in which they were asked for
+                    parts, _ = self._ask("counts")
+                    self._history.add(monotonic(), _counts(parts))
             except Exception:  # no process answers, while the server starts or stops
                 logger.debug("no process tells its counters", exc_info=True)
             self._is_over.wait(STEP_S)

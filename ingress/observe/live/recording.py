@@ -22,7 +22,13 @@ from ingress.observe.timeline.chrome import as_json, merged
 from ingress.observe.timeline.recorder import Journey, Run, Timeline, Track, standstills_of
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
-from ingress.telemetry.watchdog.stacks import current_frames, running_task, worker_context
+from ingress.telemetry.watchdog.stacks import (
+    call_of,
+    current_frames,
+    running_task,
+    value_in,
+    worker_context,
+)
 
 PAUSE_S = 0.005
 MOST_CALLS = 20_000
@@ -98,13 +104,12 @@ class _Recording:
                 thread = replica.host.thread
                 frame = frames.get(thread or 0)
                 if thread is not None and frame is not None:
-                    _, context = running_task(replica.loop, frame)
-                    call = None if context is None else context.get(CURRENT_CALL)
+                    task, context = running_task(replica.loop, frame)
+                    call = value_in(context, CURRENT_CALL) or call_of(task, replica.running)
                     if call is not None:
                         self._ran(thread, names, call, now, is_loop=True)
             for ident, frame in frames.items():
-                context = worker_context(frame)
-                call = None if context is None else context.get(CURRENT_CALL)
+                call = value_in(worker_context(frame), CURRENT_CALL)
                 if call is not None:
                     self._ran(ident, names, call, now, is_loop=False)
         finally:

@@ -41,6 +41,7 @@ from ingress.telemetry.watchdog.stacks import (
     NOWHERE,
     Place,
     awaiting,
+    call_of,
     current_frames,
     is_idle_worker,
     read,
@@ -172,7 +173,8 @@ class _Look:
         frame = self._frames.get(self._ident)
         runs: LoopRun | None = None
         if frame is not None:
-            call = value_in(running_task(replica.loop, frame)[1], CURRENT_CALL)
+            task, context = running_task(replica.loop, frame)
+            call = value_in(context, CURRENT_CALL) or call_of(task, replica.running)
             if call is not None and call.runner is replica:
                 stack = read(frame, replica.context)
                 self._at[call] = "loop", stack.place

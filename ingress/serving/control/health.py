@@ -26,6 +26,7 @@ from ingress.telemetry.watchdog.stacks import (
     awaiting,
     current_frames,
     read,
+    value_in,
     worker_context,
 )
 
@@ -193,8 +194,7 @@ def _place(replica: Replica) -> str:
     if standing is not None and standing[1].is_users:
         return str(standing[1].place)
     for frame in current_frames().values():
-        context = worker_context(frame)
-        if context is not None and context.get(REPLICA) is replica.context:
+        if value_in(worker_context(frame), REPLICA) is replica.context:
             return str(read(frame, replica.context).place)
     for task in asyncio.all_tasks(replica.loop):
         if (place := awaiting(task.get_coro())) is not NOWHERE:

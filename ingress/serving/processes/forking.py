@@ -241,7 +241,8 @@ def _forked(
     while not _has_message(life) and not is_unwanted():
         pass
     told = b"" if is_unwanted() else _received(life, FORKED.size)
-    server.has_answered |= bool(told)
+    if told:
+        server.has_answered = True
     pid, threads = FORKED.unpack(told) if told else (0, 0)
     if pid:
         return ForkedProcess(server, pid, life, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0))

@@ -74,7 +74,7 @@ def take_over(handler: LogLines, levels: Mapping[str, int]) -> None:
     """
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    known = [each for each in logging.root.manager.loggerDict.values()
+    known = [each for each in list(logging.root.manager.loggerDict.values())
              if isinstance(each, logging.Logger)]  # fmt: skip
     for each in (logging.root, *known):
         for old in list(each.handlers):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from contextlib import suppress
 from struct import Struct
 
 try:
@@ -114,7 +115,10 @@ class SharedPage:
 
     def close(self) -> None:
         self.close_descriptor()
-        self._memory.close()
+        # Race with another thread that reads a number just now, without the GIL: the memory is in
+        # use, and goes with the last reference.
+        with suppress(BufferError):
+            self._memory.close()
 
 
 def new_file(size: int) -> int:

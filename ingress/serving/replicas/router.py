@@ -98,7 +98,7 @@ class Router:
                 routing or RequestRouterConfig(),
                 self.place,
                 self._fail,
-                waiting.waiting,
+                partial(self._listed, waiting),
             )
         self._resting: set[Call] = set()  # the calls that go to another replica after a pause
         self._held: set[Admission] = set()  # of the replicas that are late
@@ -352,6 +352,11 @@ class Router:
             f"wait for such a slot, in the cycle {chain}. Raise max_ongoing_requests or "
             f"num_replicas of '{name}', or break the cycle."
         )
+
+    def _listed(self, waiting: RoutedCalls) -> list[Call]:
+        """Return the calls that wait. Not called under the lock."""
+        with self._lock:  # other threads change what is walked through here
+            return waiting.waiting()
 
     def add(self, replica: AdmittingRunner) -> None:
         """Begin to use a replica that is ready: waiting calls get its slots at once."""

@@ -86,9 +86,8 @@ class JSONStream(io.TextIOBase):
 
     def finish(self) -> None:
         """Put the texts that no line break has ended."""
-        while self._begun:
-            _, text = self._begun.popitem()
-            self._put(text)
+        for thread in list(self._begun):
+            self._put(self._begun.pop(thread, ""))  # the thread may print just now
 
     def forget(self) -> None:
         """Drop the texts that were begun before a fork: the parent ends them."""

@@ -13,6 +13,7 @@ from time import monotonic, thread_time
 from types import FrameType
 
 from ingress.context import REPLICA
+from ingress.core.base import gil
 from ingress.core.base.counters import Latency
 from ingress.core.calls.tracing import TRACING, note_stall
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
@@ -62,7 +63,7 @@ class Sampler:
         cost_s = thread_time()
         now = monotonic()
         late_s = now - self._due
-        frames = stacks.current_frames()
+        frames = self._frames(now)
         before, self._clocks = self._clocks, self._read_clocks(frames)
         waits = self._gil.since_last()
         took_s, self._looked_at = now - self._looked_at, now
@@ -96,6 +97,21 @@ class Sampler:
         self._due = now + pause_s
         return pause_s
 
+    def _frames(self, now: float) -> Frames:
+        """Return the frames of all threads; without the GIL, only if a sample of a loop is due.
+
+        Python stops all threads to read them, and a thread in a long C call stops late.
+        """
+        if gil.is_on() or any(
+            each.asked_at is not None
+            and each.answered_at is None
+            and now - each.asked_at >= self._threshold_s / 2
+            and now >= each.see_at
+            for each in self._loops
+        ):
+            return stacks.current_frames()
+        return {}
+
     def _ran_since(self, before: Mapping[int, float], took_s: float) -> dict[int, float]:
         """Return how long each thread has run; one that was not known before, perhaps all along."""
         return {
@@ -115,9 +131,10 @@ class Sampler:
             answered_at = loop.answered_at  # read once: the answer may come at any time
             if answered_at is None and loop.loop.is_running():
                 stood_s = now - loop.asked_at
-                if now >= loop.see_at:
+                if now >= loop.see_at and (frames or gil.is_on()):
                     loop.see(frames.get(loop.thread_id))
-                    loop.see_at = now + max(_SAMPLE_S, stood_s / 20)
+                    apart_s = max(_SAMPLE_S, stood_s / 20)
+                    loop.see_at = now + (apart_s if gil.is_on() else max(apart_s, stood_s))
                 self._standing.add(loop)
                 is_stall = stood_s >= self._threshold_s
                 if is_stall and TRACING.tracer is not None and not loop.was_traced:
@@ -128,8 +145,10 @@ class Sampler:
                     self._report(loop, frames, stood_s, is_over=False)
                 return
             self._end(loop, frames, answered_at or now)
-        # A loop that waits is not woken: it could run a new callback at once.
-        if loop.loop.is_running() and not loop.is_idle(frames.get(loop.thread_id)):
+        # A loop that waits is not woken: it could run a new callback at once. Without the GIL its
+        # frame is not read, so each loop with a request is woken.
+        waits = loop.is_idle(frames.get(loop.thread_id)) if gil.is_on() else not loop.ongoing
+        if loop.loop.is_running() and not waits:
             loop.begin(self._clocks)
             loop.ask()
 
@@ -203,7 +222,12 @@ class Sampler:
         loop.was_logged = self._log.log(stall, context, follows=loop.was_logged)
 
     def _read_clocks(self, frames: Frames) -> dict[int, float]:
-        """Return the run times of the threads that may be running now."""
+        """Return the run times of the threads that may be running now.
+
+        Without the GIL, those of the loops: what other threads run delays none of them.
+        """
+        if not gil.is_on():
+            return self._threads.read([each.thread_id for each in self._loops])
         if len(frames) <= _MANY:
             return self._threads.read(frames)
         idle = {each.thread_id for each in self._loops if each.is_idle(frames.get(each.thread_id))}

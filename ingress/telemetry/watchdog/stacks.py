@@ -16,7 +16,7 @@ import gc
 import sys
 import threading
 from asyncio.events import Handle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from traceback import walk_stack, walk_tb
@@ -24,7 +24,9 @@ from types import AsyncGeneratorType, CodeType, FrameType
 from typing import Any, TypeVar
 
 from ingress.context import ReplicaRuntime
+from ingress.core.base import gil
 from ingress.core.base.libraries import is_library
+from ingress.core.calls.call import Call
 from ingress.core.calls.loops import Mailbox
 from ingress.core.execution.execution import ExecutionPlan
 from ingress.core.execution.threads import Work, WorkerThreads
@@ -215,14 +217,20 @@ def base_of_loop() -> CodeType | None:
 def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int, Context | None]:
     """Return the identity and the context of the task that runs in a thread's frames.
 
-    0 and `None` if a callback runs, or another task than when the frames were read.
+    0 and `None` if a callback runs, or another task than when the frames were read. Without the
+    GIL there is no context: another thread that sets a variable in it meanwhile frees what is read.
     """
     if (task := asyncio.current_task(loop)) is None:
         return 0, None
     root = getattr(task.get_coro(), "cr_frame", None)
     if root is not None and all(each is not root for each, _ in walk_stack(frame)):
         return 0, None
-    return id(task), context_of(task)
+    return id(task), context_of(task) if gil.is_on() else None
+
+
+def call_of(task: int, running: Mapping[Call, object]) -> Call | None:
+    """Return the call that runs in the task of this identity. `running` has the calls' tasks."""
+    return next((call for call in list(running) if id(running.get(call)) == task), None)
 
 
 def value_in(context: Context | None, variable: ContextVar[T]) -> T | None:
@@ -231,8 +239,8 @@ def value_in(context: Context | None, variable: ContextVar[T]) -> T | None:
 
 
 def worker_context(frame: FrameType | None) -> Context | None:
-    """Return the context of the call that a worker thread of ingress runs."""
-    while frame is not None:
+    """Return the context of the call that a worker thread runs; without the GIL, `None`."""
+    while frame is not None and gil.is_on():  # see `running_task`
         if frame.f_code is Work.__call__.__code__:
             context: Context = frame.f_locals["self"].context
             return context

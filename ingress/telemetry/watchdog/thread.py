@@ -105,7 +105,7 @@ class Watchdog:
 
     def stalls(self) -> list[Stall]:
         """Return the recent stalls, the latest last, and after them the current stalls."""
-        told = list(self._told)
+        told = [*self._told.copy()]  # `list(deque)` is not one step without the GIL
         stalls = self.own_stalls()
         if not told:
             return stalls
@@ -115,7 +115,7 @@ class Watchdog:
 
     def own_stalls(self) -> list[Stall]:
         """Return those of this process: no stalls of replicas in child processes."""
-        found = list(self._log.recent)
+        found = [*self._log.recent.copy()]
         for probe in list(self._loops.values()):
             if (asked_at := probe.asked_at) is not None and probe.answered_at is None:
                 stood_s = monotonic() - asked_at
