@@ -57,6 +57,10 @@ def in_processes(row: str, required: float, alone: float | None = None) -> list[
     return found
 
 
+def without_gil(row: str, required: float, load: str = "8 connections") -> Target:
+    return Target(row, load, "", "requests_per_s_ratio", AT_LEAST, required)
+
+
 TARGETS = (
     rate("async", 0.92, 1.0),
     rate("async-query", 0.95, 1.0),
@@ -93,6 +97,15 @@ TARGETS = (
     Target("array", "10 MB there and back", "", "call_ms", AT_MOST, 12, 5),
     Target("child", "fresh process", "", "start_s", AT_MOST, 1, 0.3),
     Target("child", "fresh process", "", "rss_mb", AT_MOST, 70, 25),
+    without_gil("def, 10 ms", 1.85),
+    without_gil("async def, 10 ms, 2 replicas", 1.85),
+    without_gil("def, 1.3 ms", 1.75),
+    without_gil("async def, 1.3 ms, 2 replicas", 1.75),
+    without_gil("def, 10 ms, against 2 processes", 1.0),
+    without_gil("def, 1.3 ms, against 2 processes", 1.0),
+    without_gil("no-op", 0.95, "32 connections"),
+    without_gil("def + dependency", 1.3, "32 connections"),
+    Target("no-op", "1 connection", "", "p50_ms_ratio", AT_MOST, 1.0),
     Target("recursive", "4 clients", "", "errors", AT_MOST, 0),
     peer("Ray Serve", 12),
     peer("LitServe", 4),

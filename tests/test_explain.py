@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import re
 import sys
@@ -28,6 +29,7 @@ from rich.console import Console
 
 import ingress as serve
 from app_examples import slow_server
+from ingress.core.base import gil
 from ingress.core.base.settings import (
     OMP_NUM_THREADS,
     SYNC_IN_THREADPOOL,
@@ -751,10 +753,36 @@ def test_the_page_names_each_key_of_the_json() -> None:
     text = (ROOT / "docs/explain.md").read_text()
     row = next(row for row in told["rows"] if row["findings"])
 
-    parts = [told, told["deployments"][0], told["native_threads"]]
+    parts = [told, told["deployments"][0], told["native_threads"], told["gil"]]
     for keys in (*parts, row, row["places"]["0"], row["findings"][0]):
         for key in keys:
             assert f"`{key}`" in text
+
+
+@pytest.mark.skipif(gil.IS_FREE_THREADED, reason="of a Python that always has the GIL")
+def test_a_python_that_always_has_the_gil_says_nothing_about_it() -> None:
+    assert as_json(explain(explain_app.app, Settings()))["gil"] == {
+        "is_on": True,
+        "turned_on_by": "",
+    }
+    assert gil.told() == ""
+
+
+def test_an_extension_that_turns_the_gil_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython names it in a warning alone; this is its text."""
+    text = (
+        "The global interpreter lock (GIL) has been enabled to load module 'old.speedups', which "
+        "has not declared that it can run safely without the GIL. To override this behavior and "
+        "keep the GIL disabled (at your own risk), run with PYTHON_GIL=0 or -Xgil=0."
+    )
+    shown: dict[Any, Any] = {}
+    monkeypatch.setattr(importlib._bootstrap, "__warningregistry__", shown, raising=False)
+    assert gil.turned_on_by() == ""
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("default")
+        where = "<frozen importlib._bootstrap>"
+        warnings.warn_explicit(text, RuntimeWarning, where, 491, registry=shown)
+        assert gil.turned_on_by() == "old.speedups"
 
 
 def test_the_page_names_each_finding() -> None:
