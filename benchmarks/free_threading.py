@@ -67,7 +67,7 @@ ROWS_OF_PYTHON = (
 )
 
 
-def server(name: str, python: str, replicas: int, place: str, request: Request) -> Server:
+def server(name: str, python: str, replicas: int, place: str) -> Server:
     env = {
         REPLICAS: str(replicas),
         PLACE: place,
@@ -75,7 +75,7 @@ def server(name: str, python: str, replicas: int, place: str, request: Request) 
         "OMP_NUM_THREADS": "1",
     }
     options = ("--no-access-log",)
-    return ingress_run(name, "free_threading:app", options, request, env, python=python)
+    return ingress_run(name, "free_threading:app", options, READY, env, python=python)
 
 
 def sampled(running: Server, row: Row, seconds: int) -> Sample:
@@ -91,8 +91,8 @@ def measured(row: Row, python: str, free: str, options: Namespace) -> Result:
     baseline = "2 processes, GIL" if row.against_processes else "GIL"
     place = "process" if row.against_processes else "thread"
     with (
-        server("free-threaded", free, row.replicas, "thread", READY) as ours,
-        server(baseline, python, row.against_processes or row.replicas, place, READY) as theirs,
+        server("free-threaded", free, row.replicas, "thread") as ours,
+        server(baseline, python, row.against_processes or row.replicas, place) as theirs,
     ):
         return compared(row, ours, theirs, baseline, options)
 
@@ -115,8 +115,8 @@ def measure(pythons: Pythons, options: Namespace) -> command.Results:
         row = Row(f"no-op, Python {version(pythons.with_gil)}", READY, 32)
         name = f"Python {version(pythons.older)}"
         with (
-            server("newer", pythons.with_gil, 1, "thread", READY) as ours,
-            server("older", pythons.older, 1, "thread", READY) as theirs,
+            server("newer", pythons.with_gil, 1, "thread") as ours,
+            server("older", pythons.older, 1, "thread") as theirs,
         ):
             yield compared(row, ours, theirs, name, options)
 

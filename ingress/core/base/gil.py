@@ -14,7 +14,7 @@ import sysconfig
 from typing import Any
 
 IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-"""Whether this Python can run without the GIL."""
+"""True on a build of CPython that can run without the GIL."""
 
 _TURNED_ON = re.compile(r"\(GIL\) has been enabled to load module '([^']+)'")
 

@@ -140,7 +140,9 @@ class ThreadHost:
 
     def holder(self) -> Call | None:
         task = asyncio.current_task(self.loop)
-        if task is None or not gil.is_on():
+        if task is None:
+            return None
+        if not gil.is_on():
             return call_of(id(task), self._replica.running)
         context = context_of(task)
         return None if context is None else context.get(CURRENT_CALL)

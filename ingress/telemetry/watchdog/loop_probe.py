@@ -238,7 +238,7 @@ class LoopProbe:
         key, votes = Counter(each.key for each in busy).most_common(1)[0] if busy else (None, 0)
         same = [each for each in busy if each.key == key]
         mine_s = sum(each.ran_s for each in runners if each.ident == self.thread_id)
-        # Without the GIL, what other threads run delays no loop.
+        # Without the GIL, other threads delay a loop only if there are more of them than cores.
         others = [each for each in runners if gil.is_on() and each.ident != self.thread_id]
         others_s = sum(each.ran_s for each in others)
         is_starved = self.starved_s >= took_s / 2

@@ -224,7 +224,7 @@ class Sampler:
     def _read_clocks(self, frames: Frames) -> dict[int, float]:
         """Return the run times of the threads that may be running now.
 
-        Without the GIL, those of the loops: what other threads run delays none of them.
+        Without the GIL, those of the loops: other threads are not asked for the cause.
         """
         if not gil.is_on():
             return self._threads.read([each.thread_id for each in self._loops])
