@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -29,6 +30,7 @@ from starlette.testclient import TestClient
 
 import ingress as serve
 from ingress.context import ReplicaRuntime
+from ingress.core.base import gil
 from ingress.core.base.counters import Latency
 from ingress.core.base.settings import STALL_THRESHOLD_MS
 from ingress.core.base.types import DeploymentID, ReplicaID
@@ -38,7 +40,7 @@ from ingress.telemetry.watchdog import WATCHDOG, StallReason
 from ingress.telemetry.watchdog.loop_probe import LoopProbe, Runner, Sample
 from ingress.telemetry.watchdog.records import StallLog
 from ingress.telemetry.watchdog.sampler import Sampler
-from ingress.telemetry.watchdog.stacks import Place, Stack
+from ingress.telemetry.watchdog.stacks import Place, Stack, context_of
 from tests.fakes import together
 from tests.programs import INGRESS, UVICORN, environment, process, write_module
 from tests.servers import PATIENCE_S, get, overview, set_flags, wait_until
@@ -300,6 +302,9 @@ def test_an_import_in_a_request_is_told_in_its_own_words_and_is_no_warning(
     assert "import it at the top of your module, or in the constructor" in record.getMessage()
 
 
+with_gil = pytest.mark.skipif(not gil.is_on(), reason="no thread waits for the GIL")
+
+
 def run(module: ModuleType) -> serve.DeploymentHandle:
     return serve.run(module.model, route_prefix=None)
 
@@ -470,6 +475,7 @@ model = Both.bind(Crunch.bind(), Waits.bind())
 """
 
 
+@with_gil
 @pytest.mark.parametrize("sleeps", [False, True], ids=["computes", "sleeps"])
 def test_a_worker_thread_that_keeps_the_gil_is_named(
     user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch, sleeps: bool
@@ -541,6 +547,7 @@ model = Parent.bind(Child.bind())
 """
 
 
+@pytest.mark.skipif(not gil.is_on(), reason="only loops with requests are watched")
 def test_a_constructor_on_the_servers_loop_is_not_logged(
     user_module: Load, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,6 +643,7 @@ def test_a_loop_that_is_closed_without_a_word_is_let_go_of() -> None:
     wait_until(lambda: not watchdogs())
 
 
+@pytest.mark.skipif(not gil.is_on(), reason="frames are read only of a loop that stands")
 @pytest.mark.usefixtures("switch_interval")
 def test_every_request_is_answered_while_their_frames_are_read(
     blocking: ModuleType, gate: Gate, records: Records, monkeypatch: pytest.MonkeyPatch
@@ -691,10 +699,41 @@ def test_a_loop_that_is_busy_with_nothing_in_particular_does_not_stand_still() -
     assert (stall.place.line, stall.calls) == (7, 6)
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 40])
+def test_a_context_is_copied_whole_while_its_thread_sets_variables(count: int) -> None:
+    variables: list[ContextVar[tuple[int, list[int]]]] = [
+        ContextVar(f"variable{number}") for number in range(count)
+    ]
+    is_over, has_begun = threading.Event(), threading.Event()
+
+    async def churn() -> None:
+        tasks.append(asyncio.current_task())
+        turn = 0
+        while not is_over.is_set():
+            for number, each in enumerate(variables):
+                each.set((number, [turn]))
+            turn += 1
+            has_begun.set()
+
+    tasks: list[Any] = []
+    thread = threading.Thread(target=lambda: asyncio.run(churn()))
+    thread.start()
+    try:
+        assert has_begun.wait(PATIENCE_S)
+        for _ in range(1_000):
+            copy = context_of(tasks[0])
+            assert copy is not None
+            assert [copy[each][0] for each in variables] == list(range(count))
+    finally:
+        is_over.set()
+        thread.join(PATIENCE_S)
+
+
 CRUNCH = Place("users.py", 1, "M.crunch")
 COMPUTED = Runner(ident=1, ran_s=0.9, stack=Stack((CRUNCH,), CRUNCH, "M.crunch", is_users=True))
 
 
+@with_gil
 def test_a_waiting_loop_is_reported_only_if_another_thread_computes() -> None:
     with asyncio.Runner() as runner:
         loop = LoopProbe(runner.get_loop())
@@ -706,6 +745,7 @@ def test_a_waiting_loop_is_reported_only_if_another_thread_computes() -> None:
     assert (stall.reason, stall.place) == (StallReason.GIL, CRUNCH)
 
 
+@with_gil
 def test_a_loop_that_lost_the_gil_in_the_middle_of_its_work_is_not_to_blame() -> None:
     with asyncio.Runner() as runner:
         loop = LoopProbe(runner.get_loop())

@@ -23,7 +23,6 @@ from ingress.observe.timeline.recorder import Journey, Run, Timeline, Track, sta
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.watchdog.stacks import (
-    call_of,
     current_frames,
     running_task,
     value_in,
@@ -104,8 +103,8 @@ class _Recording:
                 thread = replica.host.thread
                 frame = frames.get(thread or 0)
                 if thread is not None and frame is not None:
-                    task, context = running_task(replica.loop, frame)
-                    call = value_in(context, CURRENT_CALL) or call_of(task, replica.running)
+                    _, context = running_task(replica.loop, frame)
+                    call = value_in(context, CURRENT_CALL)
                     if call is not None:
                         self._ran(thread, names, call, now, is_loop=True)
             for ident, frame in frames.items():

@@ -41,7 +41,6 @@ from ingress.telemetry.watchdog.stacks import (
     NOWHERE,
     Place,
     awaiting,
-    call_of,
     current_frames,
     is_idle_worker,
     read,
@@ -173,8 +172,8 @@ class _Look:
         frame = self._frames.get(self._ident)
         runs: LoopRun | None = None
         if frame is not None:
-            task, context = running_task(replica.loop, frame)
-            call = value_in(context, CURRENT_CALL) or call_of(task, replica.running)
+            _, context = running_task(replica.loop, frame)
+            call = value_in(context, CURRENT_CALL)
             if call is not None and call.runner is replica:
                 stack = read(frame, replica.context)
                 self._at[call] = "loop", stack.place

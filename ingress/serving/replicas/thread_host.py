@@ -17,7 +17,6 @@ from anyio.to_thread import current_default_thread_limiter
 
 from ingress.app.asgi import BoundApp
 from ingress.context import ReplicaRuntime
-from ingress.core.base import gil
 from ingress.core.base.counters import copied
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import BorrowedLoop, EventLoopThread, run_on
@@ -31,7 +30,7 @@ from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.replica_factories import UNOBSERVED, ReplicaFactories
 from ingress.serving.replicas.user_code import MakePlan
 from ingress.telemetry.watchdog import WATCHDOG
-from ingress.telemetry.watchdog.stacks import Stack, call_of, context_of
+from ingress.telemetry.watchdog.stacks import Stack, context_of, value_in
 
 ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
 
@@ -140,12 +139,7 @@ class ThreadHost:
 
     def holder(self) -> Call | None:
         task = asyncio.current_task(self.loop)
-        if task is None:
-            return None
-        if not gil.is_on():
-            return call_of(id(task), self._replica.running)
-        context = context_of(task)
-        return None if context is None else context.get(CURRENT_CALL)
+        return None if task is None else value_in(context_of(task), CURRENT_CALL)
 
     def have_computed(self, share: float) -> bool:
         return self.pools.have_computed(share)

@@ -9,7 +9,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from time import monotonic, time
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base import gil
@@ -25,7 +25,6 @@ class Owner(Protocol):
     """A replica as the watchdog sees it: its context, its requests and its counts of stalls."""
 
     context: ReplicaRuntime
-    running: dict[Call, asyncio.Future[Any] | None]
     stalls: dict[str, Latency]
 
     @property
@@ -158,21 +157,7 @@ class LoopProbe:
             self.samples.append(Sample(is_idle=True))
             return
         task, context = stacks.running_task(self.loop, frame)
-        if context is not None:
-            context = context.copy()
-        elif task and not gil.is_on():
-            context = self._context_of(task)
         self.samples.append(Sample(stacks.read(frame, self.replica_of(context)), task, context))
-
-    def _context_of(self, task: int) -> Context | None:
-        """Return a new context with the call that a task runs, and its replica."""
-        for owner in list(self.owners):
-            if (call := stacks.call_of(task, owner.running)) is not None:
-                context = Context()
-                context.run(REPLICA.set, owner.context)
-                context.run(CURRENT_CALL.set, call)
-                return context
-        return None
 
     def replica_of(self, context: Context | None) -> ReplicaRuntime | None:
         """Return the replica whose code runs in a context, or else the loop's only replica."""

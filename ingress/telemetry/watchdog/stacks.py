@@ -16,7 +16,7 @@ import gc
 import sys
 import threading
 from asyncio.events import Handle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from traceback import walk_stack, walk_tb
@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 from ingress.context import ReplicaRuntime
 from ingress.core.base import gil
 from ingress.core.base.libraries import is_library
-from ingress.core.calls.call import Call
 from ingress.core.calls.loops import Mailbox
 from ingress.core.execution.execution import ExecutionPlan
 from ingress.core.execution.threads import Work, WorkerThreads
@@ -217,20 +216,14 @@ def base_of_loop() -> CodeType | None:
 def running_task(loop: asyncio.AbstractEventLoop, frame: FrameType) -> tuple[int, Context | None]:
     """Return the identity and the context of the task that runs in a thread's frames.
 
-    0 and `None` if a callback runs, or another task than when the frames were read. Without the
-    GIL there is no context: another thread that sets a variable in it meanwhile frees what is read.
+    0 and `None` if a callback runs, or another task than when the frames were read.
     """
     if (task := asyncio.current_task(loop)) is None:
         return 0, None
     root = getattr(task.get_coro(), "cr_frame", None)
     if root is not None and all(each is not root for each, _ in walk_stack(frame)):
         return 0, None
-    return id(task), context_of(task) if gil.is_on() else None
-
-
-def call_of(task: int, running: Mapping[Call, object]) -> Call | None:
-    """Return the call that runs in the task of this identity. `running` has the calls' tasks."""
-    return next((call for call in list(running) if id(running.get(call)) == task), None)
+    return id(task), context_of(task)
 
 
 def value_in(context: Context | None, variable: ContextVar[T]) -> T | None:
@@ -239,22 +232,40 @@ def value_in(context: Context | None, variable: ContextVar[T]) -> T | None:
 
 
 def worker_context(frame: FrameType | None) -> Context | None:
-    """Return the context of the call that a worker thread runs; without the GIL, `None`."""
-    while frame is not None and gil.is_on():  # see `running_task`
+    """Return a copy of the context of the call that a worker thread of ingress runs."""
+    while frame is not None:
         if frame.f_code is Work.__call__.__code__:
-            context: Context = frame.f_locals["self"].context
-            return context
+            return _copy(frame.f_locals["self"].context)
         frame = frame.f_back
     return None
 
 
 def context_of(task: asyncio.Task[object]) -> Context | None:
-    """Return the context that a task runs in. Callable from any thread."""
+    """Return a copy of the context that a task runs in. Callable from any thread."""
     get_context = getattr(task, "get_context", None)
     if get_context is not None:  # Python 3.12
-        context: Context = get_context()
-        return context
-    return next((each for each in gc.get_referents(task) if isinstance(each, Context)), None)
+        return _copy(get_context())
+    found = next((each for each in gc.get_referents(task) if isinstance(each, Context)), None)
+    return None if found is None else _copy(found)
+
+
+def _copy(context: Context) -> Context:
+    """Return a copy of a context that another thread may be running in."""
+    if gil.is_on():
+        return context.copy()
+    # Race with a variable that is set there: without the GIL this frees the tree that `copy` reads.
+    # The collector stops all threads while it lists what an object refers to. A context refers to
+    # its tree of variables, which never changes, and a leaf to each value and then its variable.
+    copy = Context()
+    todo = [each for each in gc.get_referents(context) if not isinstance(each, Context)]
+    while todo:
+        found = iter(gc.get_referents(todo.pop()))
+        for each in found:
+            if type(each).__name__.startswith("hamt_"):
+                todo.append(each)
+            elif isinstance(variable := next(found, None), ContextVar):
+                copy.run(variable.set, each)
+    return copy
 
 
 def _package_of(replica: ReplicaRuntime | None) -> str:
