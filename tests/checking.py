@@ -63,10 +63,13 @@ def checked_as_application(
     settings: Settings,
     *,
     migrate: bool = False,
+    gil_is_on: bool = True,
 ) -> Report:
     """Check the program, imported under a new name because Python caches modules."""
     name = f"program_{folder.name}"
     (folder / f"{name}.py").write_text(program)
     monkeypatch.syspath_prepend(folder)
     application = importlib.import_module(name).a
-    return check_application(application, name, folder, settings, migrate=migrate)
+    return check_application(
+        application, name, folder, settings, migrate=migrate, gil_is_on=gil_is_on
+    )

@@ -9,6 +9,7 @@
     decorated   the same for files that are not imported
     blocking    blocking calls on an event loop, with ruff
     migration   code that is not safe once it runs in a thread:
+    races         shared state that several threads change
     sharing       shared state that is read and then written
     affinity      objects that belong to an event loop or a thread
     checker     one check

@@ -12,6 +12,7 @@ from ingress.check.blocking import blocking_calls
 from ingress.check.decorated import dependencies_in, sources_in, subjects_in
 from ingress.check.findings import Report
 from ingress.check.migration import migration_findings
+from ingress.check.races import races_now
 from ingress.check.replicas import findings_of_processes, shared_objects
 from ingress.check.sources import Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
@@ -19,9 +20,19 @@ from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 
 
 def check_application(
-    application: Application, module_name: str, app_dir: Path, settings: Settings, *, migrate: bool
+    application: Application,
+    module_name: str,
+    app_dir: Path,
+    settings: Settings,
+    *,
+    migrate: bool,
+    gil_is_on: bool = True,
 ) -> Report:
-    """Check the functions that an imported application runs, and all `async def`s in its files."""
+    """Check the functions that an imported application runs, and all `async def`s in its files.
+
+    Without the GIL, threads lose updates often that they lose seldom with it. So what several of
+    them change is then found at once, not with `migrate` alone.
+    """
     deployments = build(application, "default").deployments
     sources = sources_of(module_name, deployments, app_dir)
     dependencies = dependencies_in(sources, settings)
@@ -32,6 +43,8 @@ def check_application(
     if settings.run_user_code_in_separate_thread:  # else all user code is on the server's loop
         report.add([*shared_objects(deployments, sources)])
     report.add([*findings_of_processes(deployments, sources, settings)])
+    if not gil_is_on:
+        report.add(races_now(deployments, subjects + dependencies, sources, settings))
     return report
 
 

@@ -28,6 +28,7 @@ from ingress.cli.target import AppDir, Target, load, refusal, refusing
 from ingress.cli.terminal import LOGGING, Output, console, write
 from ingress.cli.top_command import top
 from ingress.cli.trace_command import TraceError, traced
+from ingress.core.base import gil
 from ingress.core.base.settings import TRACE_FILE, export, export_threads
 from ingress.exceptions import RayServeException
 from ingress.observe.inspection import Level, explain
@@ -246,7 +247,9 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
         else:
             application = load(target, app_dir)
             name = target.partition(":")[0]
-            report = check_application(application, name, app_dir, settings, migrate=migrate)
+            report = check_application(
+                application, name, app_dir, settings, migrate=migrate, gil_is_on=gil.is_on()
+            )
         return report if tests is None else tried(report, tests)
     except CheckError as error:
         refusal(str(error))
