@@ -564,6 +564,38 @@ def test_two_who_wait_for_the_next_item_of_one_stream_is_an_error_and_taking_tur
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("separate")
+def test_a_turn_that_would_wait_for_its_own_call_is_given_back() -> None:
+    class Box:
+        def __init__(self) -> None:
+            self.waits = asyncio.Event()
+            self.response: Any = None
+
+    @serve.deployment(max_ongoing_requests=10)
+    class Both:
+        async def outer(self, box: Box) -> list[str]:
+            items = serve.get_deployment_handle("Both", "default").options(stream=True).items
+            stream = items.remote(box)
+            await box.waits.wait()  # the stream waits for this call
+            names = []
+            for _ in range(2):
+                try:
+                    await anext(stream)
+                except Exception as error:
+                    names.append(type(error).__name__)
+            stream.cancel()
+            return names
+
+        async def items(self, box: Box) -> AsyncIterator[int]:
+            box.waits.set()
+            yield await box.response
+
+    handle = serve.run(bind(Both), route_prefix=None)
+    box = Box()
+    box.response = handle.outer.remote(box)
+    assert box.response.result(timeout_s=PATIENCE_S) == ["RequestCycleError"] * 2
+
+
 # Random streams.
 
 
