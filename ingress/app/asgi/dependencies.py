@@ -27,6 +27,7 @@ from fastapi.security.base import SecurityBase
 from ingress.app.asgi.compat import Dependant, get_typed_signature
 from ingress.app.asgi.methods import Methods, Target, kind_for_fastapi
 from ingress.context import REPLICA
+from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Kind, override_of
 
 
@@ -132,7 +133,7 @@ class Dependencies:
         call = self._call(dependant.call)
         if call is dependant.call:
             return dependant
-        known = inspect.signature(call).parameters
+        known = signature_of(call).parameters
         return dataclasses.replace(  # a copy: older FastAPIs cache results of `call`
             dependant,
             call=call,

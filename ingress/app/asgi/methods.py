@@ -20,6 +20,7 @@ from typing import Any
 
 from fastapi import params
 
+from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Kind, code_of, kind
 from ingress.exceptions import RayServeException
 
@@ -67,7 +68,7 @@ class Methods:
         """Return whether `func` is a method of another class, which this deployment cannot run."""
         if _class_name(func) is None or self.owns(func):
             return False
-        first = next(iter(inspect.signature(func).parameters.values()), None)
+        first = next(iter(signature_of(func).parameters.values()), None)
         return first is not None and first.name == "self" and not _is_injected(first)
 
     def target(self, func: Callable[..., object]) -> Target:
@@ -94,20 +95,20 @@ class Methods:
         definer = self._definer(func)
         if definer is None or isinstance(_descriptor(definer, func), staticmethod):
             return
-        parameters = list(inspect.signature(func).parameters.values())
+        parameters = list(signature_of(func).parameters.values())
         if not parameters or parameters[0].kind not in (
             inspect.Parameter.POSITIONAL_ONLY,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
         ):
             raise RayServeException(
                 "Methods in FastAPI class-based view must have ``self`` as their first argument. "
-                f"{func.__qualname__}{inspect.signature(func)} has none: add it, or make the "
+                f"{func.__qualname__}{signature_of(func)} has none: add it, or make the "
                 "method a @staticmethod."
             )
         for parameter in parameters[1:]:
             if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
                 raise TypeError(
-                    f"{func.__qualname__}{inspect.signature(func)}: FastAPI passes parameters by "
+                    f"{func.__qualname__}{signature_of(func)}: FastAPI passes parameters by "
                     f"name, and '{parameter.name}' is positional-only. Remove the '/'."
                 )
 
@@ -118,10 +119,10 @@ class Methods:
         if not callable(impl) or expected != _parameters(
             impl, skip_first=not isinstance(override, staticmethod)
         ):
-            given = inspect.signature(impl) if callable(impl) else f" = {impl!r}"
+            given = signature_of(impl) if callable(impl) else f" = {impl!r}"
             raise TypeError(
                 f"{cls.__qualname__}.{func.__name__}{given} overrides the route "
-                f"{func.__qualname__}{inspect.signature(func)} and must take the same parameters. "
+                f"{func.__qualname__}{signature_of(func)} and must take the same parameters. "
                 "Give it those, or another name and a route of its own."
             )
         return Target(impl, override, takes_self)
@@ -184,10 +185,10 @@ def _name_if_keyword(func: object) -> str | None:
     takes_all = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
     if code is None or code.co_argcount or code.co_flags & takes_all != takes_all:
         return None
-    first = next(iter(inspect.signature(func).parameters.values()))  # `check` has seen it
+    first = next(iter(signature_of(func).parameters.values()))  # `check` has seen it
     return first.name if first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 
 def _parameters(func: Callable[..., object], *, skip_first: bool) -> list[str]:
-    parameters = list(inspect.signature(func).parameters.values())[1 if skip_first else 0 :]
+    parameters = list(signature_of(func).parameters.values())[1 if skip_first else 0 :]
     return [each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY]

@@ -50,6 +50,7 @@ from ingress.app.asgi.methods import GENERATORS, Methods, Target, kind_for_fasta
 from ingress.app.asgi.responses import take_over_stream
 from ingress.app.asgi.steps import Unfit
 from ingress.context import REPLICA
+from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
 from ingress.core.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
@@ -186,7 +187,7 @@ def wrapper(original: Callable[..., object], target: Target, streams: Kind | Non
 def signature(original: Callable[..., object], *, takes_self: bool) -> inspect.Signature:
     """Return the signature as FastAPI finds it, with the annotations resolved."""
     parameters = list(get_typed_signature(original).parameters.values())
-    returned = inspect.signature(original).return_annotation
+    returned = signature_of(original).return_annotation
     if returned is not inspect.Signature.empty:
         returned = get_typed_return_annotation(original)
     return inspect.Signature(parameters[1 if takes_self else 0 :], return_annotation=returned)

@@ -36,6 +36,7 @@ from ingress.app.asgi.unbound import hide_self
 from ingress.app.asgi.unserved_routes import note_class
 from ingress.app.asgi.users_app import APPS_LOCK, show_clones
 from ingress.context import ReplicaRuntime
+from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Role, kind
 
 C = TypeVar("C", bound=type)
@@ -205,14 +206,14 @@ def _is_builder(app: Callable[..., object]) -> bool:
         return False
     takes_any = any(
         each.kind is inspect.Parameter.VAR_POSITIONAL
-        for each in inspect.signature(app).parameters.values()
+        for each in signature_of(app).parameters.values()
     )
     return _accepts(app, 0) and not takes_any
 
 
 def _accepts(app: Callable[..., object], count: int) -> bool:
     try:
-        inspect.signature(app).bind(*range(count))
+        signature_of(app).bind(*range(count))
     except TypeError:
         return False
     except ValueError:  # written in C, without a signature

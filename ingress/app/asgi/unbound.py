@@ -6,7 +6,6 @@ made. Its methods have no instance there: FastAPI would ask the client for the p
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from ingress.app.asgi.compat import ServedRoute
 from ingress.app.asgi.methods import Methods
 from ingress.app.asgi.routes import served_routes
 from ingress.app.asgi.unserved_routes import classes_of
+from ingress.core.base.signatures import signature_of
 
 logger = logging.getLogger("ingress")
 
@@ -54,7 +54,7 @@ def hide_self(app: Starlette, cls: type) -> None:
     for served in served_routes(app.routes):
         dependant = getattr(served, "dependant", None)
         if dependant is not None and methods.takes_self(_endpoint(served)):
-            name = next(iter(inspect.signature(served.endpoint).parameters), None)
+            name = next(iter(signature_of(served.endpoint).parameters), None)
             dependant.query_params[:] = [
                 field for field in dependant.query_params if field.name != name
             ]

@@ -24,6 +24,7 @@ from ingress._unsupported import refuse
 from ingress.app.batching.batch_item import Item
 from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
 from ingress.context import REPLICA, ReplicaRuntime
+from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.channel import Channel, EndOfStream
 from ingress.core.calls.loops import mailbox_of, running_loop
@@ -146,7 +147,7 @@ class Batcher:
         self.handler = handler
         self._lock = threading.Lock()  # for changes of the limits
         self._limits = limits
-        parameters = list(inspect.signature(handler.func).parameters.values())
+        parameters = list(signature_of(handler.func).parameters.values())
         self._has_receiver = bool(parameters) and parameters[0].name in RECEIVERS
         parameters = parameters[self._has_receiver :]
         if not parameters:

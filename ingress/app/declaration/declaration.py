@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from ingress._unsupported import absent_member
 from ingress.config import DeploymentConfig, DeploymentOptions
+from ingress.core.base.signatures import signature_of
 from ingress.core.calls.loops import asyncio_loop
 from ingress.core.execution.lanes import check_lanes
 
@@ -216,7 +217,7 @@ def _check_arguments(
 ) -> None:
     """Raise `TypeError` if the constructor does not take these arguments."""
     try:
-        signature = inspect.signature(cls)
+        signature = signature_of(cls)
     except ValueError:  # some classes written in C have no signature
         return
     try:

@@ -46,6 +46,7 @@ from ingress.app.declaration.loop_makers import (
     put_in,
     stored_by,
 )
+from ingress.core.base.signatures import annotations_of
 
 T = TypeVar("T")
 
@@ -285,7 +286,7 @@ class _Walk:
         yield from ((each, own, depth) for each in parts)
         if not self._is_users(function.__module__):
             return
-        for annotation in function.__annotations__.values():
+        for annotation in annotations_of(function).values():
             metadata = map(_dependency, getattr(annotation, "__metadata__", ()))
             yield from ((each, own, depth) for each in metadata)
         names = names_of(function.__code__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from inspect import isfunction, signature
+from inspect import isfunction
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from ingress.app.declaration.declaration import Application, Deployment
+from ingress.core.base.signatures import signature_of
 
 
 class NotAnApplication(Exception):
@@ -82,7 +83,7 @@ def load(
 
 
 def _is_builder(found: object) -> bool:
-    return isfunction(found) and len(signature(found).parameters) == 1
+    return isfunction(found) and len(signature_of(found).parameters) == 1
 
 
 def built_with(target: str, builder: Any, arguments: Mapping[str, object]) -> Any:
@@ -96,7 +97,7 @@ def built_with(target: str, builder: Any, arguments: Mapping[str, object]) -> An
             f"{target!r} is an application, and only a builder takes arguments, got "
             f"{', '.join(arguments)}; leave them out, or name a function with one parameter"
         )
-    parameters = list(signature(builder).parameters.values()) if isfunction(builder) else []
+    parameters = list(signature_of(builder).parameters.values()) if isfunction(builder) else []
     if len(parameters) != 1:
         raise NotAnApplication(
             f"{target!r} is no application builder; a builder is a function with exactly one "
@@ -125,7 +126,7 @@ def _made(target: str, factory: Any) -> object:
     if isinstance(factory, Application):
         raise NotAnApplication(f"{target!r} is an application, not a factory; leave out --factory")
     try:
-        signature(factory).bind()
+        signature_of(factory).bind()
     except (TypeError, ValueError) as error:
         raise NotAnApplication(
             f"--factory calls {target!r} without arguments, which is not possible ({error}); give "

@@ -10,7 +10,6 @@ functions use, so the worker would have two copies of the module's objects.
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from ray import cloudpickle
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.references import found_in, names_of
+from ingress.core.base.signatures import signature_of
 from ingress.serving.processes.code import pickled_code
 
 NOT_ON_THE_WORKERS = "cannot be imported on the workers"
@@ -112,7 +112,7 @@ def pickled_arguments(built: BuiltDeployment) -> bytes:
 def _named_arguments(built: BuiltDeployment) -> Iterator[tuple[str, object]]:
     args, kwargs = built.init_args, built.init_kwargs
     try:
-        bound = inspect.signature(built.deployment.func_or_class).bind(*args, **kwargs)
+        bound = signature_of(built.deployment.func_or_class).bind(*args, **kwargs)
         yield from bound.arguments.items()
     except (TypeError, ValueError):  # some classes written in C have no signature
         yield from ((str(number), value) for number, value in enumerate(args))

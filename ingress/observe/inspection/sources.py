@@ -27,6 +27,7 @@ from starlette.responses import FileResponse, StreamingResponse
 
 from ingress.app.asgi.bad_results import own_nodes
 from ingress.app.batching.batching import RECEIVERS
+from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Kind, code_of, kind
 
 _CLASSES = (BackgroundTask, FileResponse, StreamingResponse)
@@ -92,7 +93,7 @@ class _Names:
     def __init__(self, function: FunctionType, owner: type | None) -> None:
         self._function = function
         self._owner = owner
-        first = next(iter(inspect.signature(function).parameters), None)
+        first = next(iter(signature_of(function).parameters), None)
         self._self = first if first in RECEIVERS else None
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         self._cells = dict(cells)

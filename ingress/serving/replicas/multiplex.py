@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
 from ingress._unsupported import refuse
 from ingress.context import REPLICA
+from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.execution.execution import Kind, kind, name_of
 
@@ -56,7 +56,7 @@ def multiplexed(
                 "@serve.multiplexed can only be used to decorate async functions or methods, got "
                 f"{name_of(func)}; make it an `async def` that returns the model."
             )
-        signature = inspect.signature(func)
+        signature = signature_of(func)
         count = len(signature.parameters)
         if count not in (1, 2) or (count == 1 and "self" in signature.parameters):
             raise TypeError(_one_id(func, str(signature)))

@@ -20,6 +20,7 @@ from ingress.app.asgi import BoundApp
 from ingress.app.asgi.bad_results import explain
 from ingress.app.asgi.responses import send_stream, send_value
 from ingress.context import REPLICA, ReplicaRuntime
+from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import ExecutionPlan, Kind, Role, is_generator
 from ingress.exceptions import UnknownMethodError
 from ingress.serving.replicas.collectors import share_collectors
@@ -76,7 +77,7 @@ class UserCode:
             # `staticmethod`.
             is_class = inspect.isclass(self._func_or_class)
             call = self._instance.__call__ if is_class else self._instance
-            self._takes_request = bool(inspect.signature(call).parameters)
+            self._takes_request = bool(signature_of(call).parameters)
         if user_config is not None or self.takes_rank():
             await self.reconfigure(user_config)
         if hasattr(self._instance, "check_health"):
@@ -112,7 +113,7 @@ class UserCode:
         method = getattr(self._instance, "reconfigure", None)
         if method is None or not inspect.isclass(self._func_or_class):
             return False
-        return "rank" in inspect.signature(method).parameters
+        return "rank" in signature_of(method).parameters
 
     async def reconfigure(self, user_config: Any) -> None:
         REPLICA.set(self._context)
