@@ -117,6 +117,8 @@ bench-free-threading: .venv/.test ## Measure Python without the GIL against the 
 		python=$$(command -v $$each) && name=$$($$python -c "$$NAME_OF_PYTHON" 2>/dev/null) || continue; \
 		$(MAKE) --no-print-directory .venv-python/$$name/.test PYTHON=$$python || exit 1; \
 		made="$$made .venv-python/$$name/bin/python"; \
+		case $$name in *t) peers=granian;; *) peers="litserve mosec";; esac; \
+		.venv-python/$$name/bin/python -m pip install -qq --disable-pip-version-check $$peers || true; \
 	done; exec $(BIN)/python -m benchmarks.free_threading $$made $(ARGS)
 
 bench-overload: .venv/.test ## Goodput under overload, against another checkout: BEFORE=PATH

@@ -11,6 +11,9 @@ worth more than what is measured here.
     against processes   one replica in threads, without the GIL, against two processes with it
     model               NumPy on a shared array of 200 MB: rate, and memory of the server
     against the older   the processor time of a no-op, both with the GIL
+    against peers       5 ms of Python in a `def`: LitServe and mosec with two processes, by the
+                        Python with the GIL; FastAPI on granian with two threads, without it;
+                        of those that the environments have
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from functools import partial
+from tempfile import TemporaryDirectory
 
 from benchmarks import command, load
 from benchmarks.apps.free_threading import PLACE, REPLICAS, ROWS
 from benchmarks.comparison import in_turn
 from benchmarks.results import MIN_PAIRS, Result, Sample
 from benchmarks.servers import BenchmarkError, Request, Server, ingress_run
+from benchmarks.work import COMPUTES, WORKERS
 
 READY = Request("/noop", b'"hello"')
 LONG, SHORT = 400_000, 50_000
@@ -108,9 +113,77 @@ def compared(row: Row, ours: Server, theirs: Server, baseline: str, options: Nam
     return Result(row.name, where, "", runs, baseline, baseline_runs)
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A server of two processes or threads that answers a request of `PredictComputing`."""
+
+    name: str
+    package: str
+    request: Request
+    module: str
+    options: tuple[str, ...]
+    """Before the port."""
+    has_gil: bool = True
+
+    def server(self, python: str, folder: str) -> Server:
+        def command(port: int) -> list[str]:
+            given = [each.replace("FOLDER", folder) for each in self.options]
+            return [python, "-m", self.module, *given, str(port)]
+
+        env = {WORKERS: "2", COMPUTES: "1", "OMP_NUM_THREADS": "1"}
+        return Server(self.name, command, self.request, env, PEER_START_S, PEER_STOP_S)
+
+
+VALUE = b'{"value":4}'
+PEER_START_S, PEER_STOP_S = 60.0, 15.0
+GRANIAN = "--interface asgi --workers 2 --loop uvloop --log-level warning --host 127.0.0.1 --port"
+PEERS = (
+    Peer(
+        "LitServe, 2 processes",
+        "litserve",
+        Request("/predict", b'{"output":4}', VALUE),
+        "benchmarks.peers.litserve_app",
+        (),
+    ),
+    Peer(
+        "mosec, 2 processes",
+        "mosec",
+        Request("/inference", b"4", VALUE),
+        "benchmarks.peers.mosec_app",
+        ("--path", "FOLDER", "--port"),
+    ),
+    Peer(
+        "FastAPI on granian, 2 threads",
+        "granian",
+        Request("/inference", b"4", VALUE),
+        "granian",
+        ("benchmarks.apps.plain:computing_app", *GRANIAN.split()),
+        has_gil=False,
+    ),
+)
+
+
+def against_peers(pythons: Pythons, options: Namespace) -> command.Results:
+    for peer in PEERS:
+        python = pythons.with_gil if peer.has_gil else pythons.free
+        if not has(python, peer.package):
+            print(f"{peer.package} is not in the environment of {python}", file=sys.stderr)
+            continue
+        row = Row(f"def, 5 ms, against {peer.name}", peer.request, 8)
+        app, extra = "ours:predict_computing", ("--no-access-log",)
+        env = {"RAY_SERVE_LOG_TO_STDERR": "0"}
+        with (
+            TemporaryDirectory() as folder,
+            ingress_run("free-threaded", app, extra, row.request, env, python=pythons.free) as ours,
+            peer.server(python, folder) as theirs,
+        ):
+            yield compared(row, ours, theirs, peer.name, options)
+
+
 def measure(pythons: Pythons, options: Namespace) -> command.Results:
     for row in ROWS_OF_PYTHON:
         yield measured(row, pythons.with_gil, pythons.free, options)
+    yield from against_peers(pythons, options)
     if pythons.older:
         row = Row(f"no-op, Python {version(pythons.with_gil)}", READY, 32)
         name = f"Python {version(pythons.older)}"
@@ -152,6 +225,11 @@ def printed(python: str, code: str) -> str:
 
 def version(python: str) -> str:
     return printed(python, "import platform; print(platform.python_version())")
+
+
+def has(python: str, package: str) -> bool:
+    code = f"import importlib.util; print(importlib.util.find_spec({package!r}) is not None)"
+    return printed(python, code) == "True"
 
 
 def has_gil(python: str) -> bool:

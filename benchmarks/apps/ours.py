@@ -233,6 +233,7 @@ class PredictComputing:
         return value
 
 
+predict_computing = serve.deployment(PredictComputing).bind()
 predict_computing_2 = serve.deployment(isolation="process", num_replicas=2)(PredictComputing).bind()
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, WebSocket
+from fastapi import Body, Depends, FastAPI, WebSocket
 from fastapi.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks.apps import LEFT_S, Item, add_others, chunks, echo, named, sync_chunks
+from benchmarks.work import compute
 
 # `response_model=None`: otherwise the return annotation would be a response model.
 
@@ -47,6 +48,15 @@ def def_depends_endpoint(text: Annotated[str, Depends(named)]) -> str:
 
 
 add_others(fastapi_app, 4, 1)
+
+computing_app = FastAPI()
+
+
+@computing_app.post("/inference")
+def inference(value: Annotated[int, Body(embed=True)]) -> int:
+    compute()
+    return value
+
 
 streams_app = FastAPI()
 add_others(streams_app, 0, 3)
