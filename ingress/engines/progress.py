@@ -39,4 +39,5 @@ def constructing(application: RunningApplication) -> str:
         texts.append(f"{replica.replica_id}{where}")
     if len(replicas) > _NAMED:
         texts.append(f"and {len(replicas) - _NAMED} more")
-    return ", ".join(texts) or "the application that it replaces has not ended yet"
+    nothing = "none of its replicas has begun; an application that it replaces ends first"
+    return ", ".join(texts) or nothing
