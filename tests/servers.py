@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import ingress as serve
 from ingress.app.declaration.declaration import Application
 from ingress.cli import commands as cli
+from ingress.core.base import gil
 from ingress.core.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
     START_METHOD,
@@ -44,6 +45,8 @@ from tests.programs import process as process
 from tests.programs import run_ingress as run_ingress
 from tests.programs import run_python as run_python
 from tests.programs import write_module as write_module
+
+with_gil = pytest.mark.skipif(not gil.is_on(), reason="about threads that take turns")
 
 ROUNDS = int(os.environ.get("INGRESS_RELIABILITY_ROUNDS", "0"))
 """Number of repetitions by `make test-reliability`; the default run does one, with fewer flags."""

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from typing import Annotated, Any
 
 import pytest
@@ -144,7 +145,7 @@ def test_deployments_that_share_an_app_are_built_and_described_at_the_same_time(
         if not inside:
             bind = threading.Thread(target=lambda: bound_inside.append(bound(classes[1])))
             inside.append(bind)
-            bind.start()
+            Context().run(bind.start)
             bind.join(0.2)
         return FastAPI.openapi(app)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
+import math
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -175,6 +177,13 @@ def line_in(func: Any, mark: str = "# HERE\n") -> int:
     return next(first + n for n, line in enumerate(lines) if line.endswith(mark))
 
 
+def no_json(value: object) -> str:
+    """Return what `json` says of a value that is no JSON, with its notes."""
+    with pytest.raises(ValueError) as caught:
+        json.dumps(value, allow_nan=False)
+    return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
 def told(port: int, path: str, caplog: pytest.LogCaptureFixture) -> str:
     """Return the text of the record of a request that fails."""
     caplog.clear()
@@ -223,8 +232,8 @@ def test_a_forgotten_await_and_a_value_that_is_no_json_are_told_in_one_sentence(
         f"Endpoints.dependency ({dependency}); write `await` there",
         "opaque": "returned a dict with an Opaque at ['list'][1], which cannot become JSON",
         "opaque_model": "returned a Model with an Opaque at .part, which cannot become JSON",
-        "number": "returned a list with a float at [0], which cannot become JSON: ValueError: Out "
-        "of range float values are not JSON compliant",
+        "number": "returned a list with a float at [0], which cannot become JSON: ValueError: "
+        f"{no_json([math.nan])}",
         "binary": "returned a bytes, which cannot become JSON: UnicodeDecodeError: 'utf-8' codec "
         "can't decode byte 0xff in position 0: invalid start byte",
     }

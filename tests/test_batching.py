@@ -176,7 +176,7 @@ def test_the_decorated_function_keeps_its_name_and_signature() -> None:
         return xs
 
     assert (predict.__name__, predict.__doc__) == ("predict", "Predict.")
-    assert asyncio.iscoroutinefunction(predict)
+    assert inspect.iscoroutinefunction(predict)
 
 
 async def test_every_way_to_write_a_handler_is_batched() -> None:

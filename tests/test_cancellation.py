@@ -291,8 +291,8 @@ class Parent:
         def call() -> None:
             self.seen.responses.append(self.child.remote())
 
-        thread = threading.Thread(target=call)  # a thread starts with an empty context
-        thread.start()
+        thread = threading.Thread(target=call)
+        contextvars.Context().run(thread.start)  # free-threaded Python copies the context
         thread.join()
         contextvars.Context().run(call)
         await asyncio.Event().wait()

@@ -33,6 +33,7 @@ from tests.servers import (
     records_of,
     served,
     set_flags,
+    wait_until,
     write_module,
 )
 
@@ -292,6 +293,7 @@ def test_a_handler_gets_the_error_and_owner(monkeypatch: pytest.MonkeyPatch, sep
     with records_of("uvicorn.error") as kept:
         port = served(failing(), "library", "/library")
         get(port, "/library/boom/1", "X-Request-Id: the-first\r\n")
+        wait_until(lambda: kept)  # it is logged when the answer is on its way
     (record,) = kept
 
     assert record.levelno == logging.ERROR

@@ -733,8 +733,9 @@ BLOCKS = re.findall(
 
 
 def without_cores(text: str) -> list[str]:
-    """Return the lines, without the one about the machine."""
-    return [line.rstrip() for line in text.splitlines() if not re.search(r"^[\d.]+ cores?: ", line)]
+    """Return the lines, without those about the machine and its Python."""
+    of_this_machine = re.compile(r"[\d.]+ cores?: |Python [\d.]+, free-threaded")
+    return [line.rstrip() for line in text.splitlines() if not of_this_machine.match(line)]
 
 
 def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ from ingress.serving.replicas.overload import (
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.fakes import FakeReplica, assign, bind, make_call, together
-from tests.servers import PATIENCE_S, ROUNDS, overview, served, wait_until
+from tests.servers import PATIENCE_S, ROUNDS, overview, served, wait_until, with_gil
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -929,6 +929,7 @@ def test_turns_stay_short_while_one_thread_computes(switch_interval: None) -> No
     assert sys.getswitchinterval() == pytest.approx(0.005)
 
 
+@with_gil
 def test_turns_are_short_before_many_threads_compute(switch_interval: None) -> None:
     sys.setswitchinterval(0.005)
     pressure = GILPressure()
@@ -1027,6 +1028,7 @@ def test_under_pressure_the_http_loop_has_turns_before_a_call_begins(
     asyncio.run(scenario())
 
 
+@with_gil
 def test_a_switch_interval_that_the_user_sets_meanwhile_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

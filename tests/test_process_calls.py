@@ -32,7 +32,17 @@ from ingress.serving.processes.messages import Kind
 from tests.large_app import holdings
 from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation, limit_descriptors
-from tests.servers import PATIENCE_S, forking, result, served, set_flags, steady, turns, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    forking,
+    result,
+    served,
+    set_flags,
+    steady,
+    turns,
+    wait_until,
+    with_gil,
+)
 
 LINES = 100  # of each client that talks: more than the buffers of a client that does not read
 
@@ -527,6 +537,7 @@ def test_a_call_whose_own_call_no_replica_began_is_not_made_again(
     assert outer.count.remote().result(timeout_s=PATIENCE_S) == 1
 
 
+@with_gil
 @pytest.mark.parametrize("adapts", ["1", "0"])
 def test_threads_of_a_child_that_compute_have_shorter_turns_unless_it_is_told_not_to(
     adapts: str, anew: None, monkeypatch: pytest.MonkeyPatch

@@ -86,7 +86,7 @@ def test_where_the_first_application_runs_is_printed_and_not_typed(tmp_path: Pat
 
     assert done.returncode == 0, done.stderr
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    of_this_machine = re.compile(r"[\d.]+ cores?: ")
+    of_this_machine = re.compile(r"[\d.]+ cores?: |Python [\d.]+, free-threaded")
     shown_lines = [line for line in shown.splitlines() if not of_this_machine.match(line)]
     assert [line for line in lines if not of_this_machine.match(line)] == shown_lines
 

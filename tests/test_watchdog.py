@@ -34,7 +34,6 @@ from ingress.core.base import gil
 from ingress.core.base.counters import Latency
 from ingress.core.base.settings import STALL_THRESHOLD_MS
 from ingress.core.base.types import DeploymentID, ReplicaID
-from ingress.core.calls.call import Call
 from ingress.core.calls.loops import EventLoopThread
 from ingress.telemetry.watchdog import WATCHDOG, StallReason
 from ingress.telemetry.watchdog.loop_probe import LoopProbe, Runner, Sample
@@ -43,7 +42,7 @@ from ingress.telemetry.watchdog.sampler import Sampler
 from ingress.telemetry.watchdog.stacks import Place, Stack, context_of
 from tests.fakes import together
 from tests.programs import INGRESS, UVICORN, environment, process, write_module
-from tests.servers import PATIENCE_S, get, overview, set_flags, wait_until
+from tests.servers import PATIENCE_S, get, overview, set_flags, wait_until, with_gil
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -300,9 +299,6 @@ def test_an_import_in_a_request_is_told_in_its_own_words_and_is_no_warning(
         record.getMessage()
     )
     assert "import it at the top of your module, or in the constructor" in record.getMessage()
-
-
-with_gil = pytest.mark.skipif(not gil.is_on(), reason="no thread waits for the GIL")
 
 
 def run(module: ModuleType) -> serve.DeploymentHandle:
@@ -606,8 +602,7 @@ class Owner:
 
     def __init__(self, name: str) -> None:
         self.context = ReplicaRuntime(ReplicaID("0", DeploymentID(name)))
-        self.ongoing = 1
-        self.running: dict[Call, Any] = {}
+        self.calls = ("one",)
         self.stalls: dict[str, Latency] = {}
 
 

@@ -70,7 +70,7 @@ def _recorded_there(replica: Replica, seconds: float) -> Timeline:
 class _Recording:
     """One recording. The user loops add calls; the rest belongs to the thread that records."""
 
-    __slots__ = ("_ended", "_journeys", "_replicas", "_runs", "_tracks")
+    __slots__ = ("_before", "_ended", "_journeys", "_replicas", "_runs", "_tracks")
 
     def __init__(self, replicas: list[Replica]) -> None:
         self._replicas = replicas
@@ -78,6 +78,7 @@ class _Recording:
         self._journeys: dict[tuple[str, str, str], Journey] = {}
         self._runs: dict[Track, list[Run]] = {}
         self._tracks: dict[int, Track] = {}
+        self._before = 0.0  # the time of the sample before
 
     def _add(self, ended: Ended) -> None:
         if len(self._ended) < MOST_CALLS:
@@ -90,6 +91,7 @@ class _Recording:
         try:
             while (now := monotonic()) < deadline:
                 self._sample(now)
+                self._before = now
                 sleep(PAUSE_S)
         finally:
             NOTABLE.unlisten(self._add)
@@ -117,12 +119,12 @@ class _Recording:
     def _ran(
         self, ident: int, names: dict[int | None, str], call: Call, now: float, *, is_loop: bool
     ) -> None:
-        """Note that a thread runs for a call: the run before goes on, if it is the same call's."""
+        """Note that a thread runs for a call: its run goes on if the sample before saw it, too."""
         track = self._tracks.setdefault(ident, Track(names.get(ident, "a thread"), is_loop))
         journey = self._journey(call)
         runs = self._runs.setdefault(track, [])
         last = runs[-1] if runs else None
-        if last is not None and last.journey is journey and now - last.ended_at < 4 * PAUSE_S:
+        if last is not None and last.journey is journey and last.ended_at >= self._before:
             runs[-1] = last._replace(ended_at=now)
         else:
             runs.append(Run(journey, track, 0.0, now, now + PAUSE_S))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Sized
 from contextvars import Context
 from dataclasses import dataclass
 from time import monotonic, time
@@ -28,7 +29,7 @@ class Owner(Protocol):
     stalls: dict[str, Latency]
 
     @property
-    def ongoing(self) -> int: ...
+    def calls(self) -> Sized: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class LoopProbe:
     @property
     def ongoing(self) -> int:
         """Number of requests in flight."""
-        return sum(owner.ongoing for owner in list(self.owners))
+        # Not their slots: a child process holds none.
+        return sum(len(owner.calls) for owner in list(self.owners))
 
     def is_idle(self, frame: FrameType | None) -> bool:
         """Return whether the loop waits for events. `frame` is its thread's."""
