@@ -629,8 +629,8 @@ def test_a_client_that_does_not_read_suspends_a_websocket_that_sends() -> None:
 class Held:
     """A call's lock. Once the call is settled in user code's thread, that waits after release."""
 
-    def __init__(self, call: Call, may_go_on: Latch) -> None:
-        self.call, self.may_go_on, self.lock = call, may_go_on, call.lock
+    def __init__(self, call: Call, settled: Latch, may_go_on: Latch) -> None:
+        self.call, self.settled, self.may_go_on, self.lock = call, settled, may_go_on, call.lock
         self.thread = threading.get_ident()
 
     def __enter__(self) -> None:
@@ -639,6 +639,7 @@ class Held:
     def __exit__(self, *_: object) -> None:
         self.lock.release()
         if self.call.settled and threading.get_ident() == self.thread:
+            self.settled.count_down()
             self.may_go_on.wait()
 
 
@@ -648,14 +649,16 @@ def test_all_hear_of_the_end_of_a_call_whose_reply_has_left_meanwhile(
     """Its server's task finds the call settled, and leaves before the call has told of its end."""
     if separate == "0":
         pytest.skip("one thread does both")
-    may_go_on, heard = Latch(), Latch()
+    settled, may_go_on, heard = Latch(), Latch(), Latch()
 
     @serve.deployment
     class Quick:
         async def __call__(self) -> str:
             call = CURRENT_CALL.get()
             call.when_settled(lambda _: heard.count_down())
-            call.lock = Held(call, may_go_on)  # type: ignore[assignment]
+            call.lock = Held(call, settled, may_go_on)  # type: ignore[assignment]
+            (reply,) = local_engine().http.proxy.in_flight.replies
+            reply.loop.call_soon_threadsafe(settled.wait)  # the server sees the answer only then
             return "quick"
 
     port = served(bind(Quick))
