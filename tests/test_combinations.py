@@ -96,10 +96,11 @@ def test_a_batchs_calls_have_its_latest_deadline(other_s: float | None) -> None:
 @pytest.mark.parametrize("written", ["def", "async def"])
 def test_a_batch_whose_requests_are_over_and_its_children_are_told(how: str, written: str) -> None:
     told: list[str] = []
-    began, child_ended = threading.Event(), threading.Event()
+    began, child_began, child_ended = (threading.Event() for _ in range(3))
 
     class Child:
         async def __call__(self) -> None:
+            child_began.set()
             try:
                 await asyncio.Event().wait()
             finally:
@@ -113,6 +114,7 @@ def test_a_batch_whose_requests_are_over_and_its_children_are_told(how: str, wri
         async def in_loop(self, xs: list[int]) -> list[int]:
             cancellation = serve.cancellation()
             self.child.remote()
+            await until(child_began.is_set)
             began.set()
             try:
                 await until(lambda: cancellation.requested)
@@ -127,6 +129,7 @@ def test_a_batch_whose_requests_are_over_and_its_children_are_told(how: str, wri
         def in_thread(self, xs: list[int]) -> list[int]:
             cancellation = serve.cancellation()
             self.child.remote()
+            assert child_began.wait(PATIENCE_S)
             began.set()
             wait_until(lambda: cancellation.requested)
             told.append("True")

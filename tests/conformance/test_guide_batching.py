@@ -134,7 +134,7 @@ def test_batches_that_block_run_one_after_the_other(flags: Settings) -> None:
     gate = Gate()
 
     class Blocking:
-        @serve.batch(max_batch_size=2, max_concurrent_batches=3)
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=10, max_concurrent_batches=3)
         async def __call__(self, xs: list[int]) -> list[int]:
             gate.wait()
             return xs

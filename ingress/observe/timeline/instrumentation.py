@@ -24,6 +24,7 @@ from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call, Work
 from ingress.core.calls.retries import NotBegunError
 from ingress.core.execution.execution import ExecutionPlan, Role
+from ingress.core.execution.threads import Work as ThreadWork
 from ingress.core.execution.threads import WorkerThreads
 from ingress.observe.timeline.recorder import Journey, Recorder, Timeline
 from ingress.serving.control.factories import Factories
@@ -192,14 +193,20 @@ class TracedThreads(WorkerThreads):
         self._recorder = recorder
 
     def submit(self, call: Callable[[], None]) -> None:
-        journey = self._recorder.current()
-        super().submit(call if journey is None else partial(self._run, call, journey, monotonic()))
+        if (journey := self._recorder.current()) is not None:
+            asked_at = monotonic()
+            if isinstance(call, ThreadWork):
+                # Its function alone: the loop may have the result before the call returns.
+                call.func = partial(self._run, call.func, journey, asked_at)
+            else:
+                call = partial(self._run, call, journey, asked_at)
+        super().submit(call)
 
-    def _run(self, call: Callable[[], None], journey: Journey, asked_at: float) -> None:
+    def _run(self, func: Callable[[], Any], journey: Journey, asked_at: float) -> Any:
         track = self._recorder.track(is_loop=False)
         run = self._recorder.enter(journey, track, asked_at)
         try:
-            call()
+            return func()
         finally:
             self._recorder.leave(run)
 
