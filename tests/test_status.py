@@ -86,8 +86,13 @@ def test_processing_time_and_errors_are_counted_by_route() -> None:
 
     port = served(bind(Timed), route_prefix="/v1")
     statuses = [get(port, f"/v1/items/{number}").status for number in (1, 2, 0)]
-    (replica,) = overview("Timed").replicas
-    ((route, latency),) = replica.latency_ms.items()
+
+    def found() -> list[tuple[str, Any]]:
+        (replica,) = overview("Timed").replicas
+        return list(replica.latency_ms.items())
+
+    wait_until(lambda: [each.count for _, each in found()] == [3])  # counted after the answer
+    ((route, latency),) = found()
 
     assert statuses == [200, 200, 500]
     assert route.startswith("/v1")

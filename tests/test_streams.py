@@ -38,6 +38,7 @@ from tests.servers import (
     ongoing,
     served,
     steady,
+    until,
     wait_until,
 )
 
@@ -587,6 +588,7 @@ def test_a_turn_that_would_wait_for_its_own_call_is_given_back() -> None:
             return names
 
         async def items(self, box: Box) -> AsyncIterator[int]:
+            await until(lambda: box.response is not None)
             box.waits.set()
             yield await box.response
 
