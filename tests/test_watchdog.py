@@ -724,6 +724,19 @@ def test_a_context_is_copied_whole_while_its_thread_sets_variables(count: int) -
         thread.join(PATIENCE_S)
 
 
+@pytest.mark.parametrize("ran_s", [0.0, 0.9])
+def test_code_of_ours_is_to_blame_only_if_it_has_run(ran_s: float) -> None:
+    with asyncio.Runner() as runner:
+        loop = LoopProbe(runner.get_loop())
+        loop.thread_id = 1
+        place = Place(LoopProbe.judge.__code__.co_filename, 9, "LoopProbe.judge")
+        loop.samples.append(Sample(Stack((place,), place), 1))
+        runners = [Runner(ident=1, ran_s=ran_s, stack=Stack((place,), place))]
+        stall, _ = loop.judge(1.0, runners if ran_s else [])
+
+    assert (stall is not None) is (ran_s > 0)
+
+
 CRUNCH = Place("users.py", 1, "M.crunch")
 COMPUTED = Runner(ident=1, ran_s=0.9, stack=Stack((CRUNCH,), CRUNCH, "M.crunch", is_users=True))
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base import gil
 from ingress.core.base.counters import Latency
+from ingress.core.base.libraries import is_ours
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import mailbox_of, running_loop
 from ingress.telemetry.watchdog import stacks
@@ -234,6 +235,9 @@ class LoopProbe:
         # GIL. And code that is not the user's is not expected to block.
         is_users = any(each.stack.is_users for each in same)
         is_innocent = is_shared and others_s > 2 * mine_s and (is_starved or not is_users)
+        # Ours does not wait on a loop: if it has not run either, it has had no processor.
+        is_own = all(is_ours(each.stack.place.file) for each in same)
+        is_innocent = is_innocent or (is_own and not is_users and mine_s <= took_s / 2)
         if is_busy and votes * 2 >= len(busy) and not is_innocent:
             may_wait = is_shared and mine_s <= took_s / 2
             return StallReason.BLOCKED, same, others if may_wait else []
