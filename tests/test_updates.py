@@ -17,6 +17,7 @@ import ingress as serve
 from ingress.engines import local_engine
 from ingress.handle import DeploymentHandle
 from ingress.serving.control.plan import Phase
+from ingress.serving.control.reconciler import FEW
 from ingress.testing import Latch
 from tests.servers import PATIENCE_S, Connection, bind, get, overview, result, served, wait_until
 
@@ -330,3 +331,23 @@ def test_an_update_is_ended_by_delete() -> None:
         with pytest.raises(RuntimeError, match="deleted while it started"):
             updating.result(PATIENCE_S)
     assert serve.status().applications == {}
+
+
+def test_many_replicas_that_start_together_are_looked_at_together() -> None:
+    @serve.deployment(num_replicas=FEW + 20, graceful_shutdown_timeout_s=1)
+    class Answers:
+        def __init__(self, answer: str) -> None:
+            self.answer = answer
+
+        async def __call__(self) -> str:
+            return self.answer
+
+    handle = serve.run(bind(Answers, "first"), route_prefix=None)
+    before = {each.replica_id for each in overview("Answers").replicas}
+    assert overview("Answers").replica_states == {"RUNNING": FEW + 20}
+    assert result(handle.remote()) == "first"
+
+    serve.run(bind(Answers, "second"), route_prefix=None)
+    wait_until(lambda: overview("Answers").replica_states == {"RUNNING": FEW + 20})
+    assert {result(handle.remote()) for _ in range(10)} == {"second"}
+    assert not before & {each.replica_id for each in overview("Answers").replicas}

@@ -33,6 +33,8 @@ LOOK_S = 0.2
 SCALE_S = 0.1  # where there is autoscaling: the first request to no replica waits for this
 LATE_S = 1.0  # a look that comes later says nothing about loops: the process was stopped
 DRAIN_LOOK_S = 0.005  # the first pause between two looks at a replica that drains
+FEW = 64  # replicas that are looked at after each start
+SHARED_LOOK_S = 0.02  # from the first start of more replicas until they are looked at
 LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
@@ -297,6 +299,15 @@ class Reconciler:
         deployment.router.add(replica)
         deployment.note_config(member)
         deployment.note_start()
+        # A look takes as long as there are replicas: many that start together share one.
+        if len(deployment.members) <= FEW:
+            self._look_at_start(deployment)
+        elif not deployment.is_look_due:
+            deployment.is_look_due = True
+            asyncio.get_running_loop().call_later(SHARED_LOOK_S, self._look_at_start, deployment)
+
+    def _look_at_start(self, deployment: RunningDeployment) -> None:
+        deployment.is_look_due = False
         self.look(deployment)
         deployment.note_change()
 

@@ -151,6 +151,7 @@ class RunningDeployment:
     retire_at      time before which none is replaced for its memory
     problem        the error of the last start, "" once a start succeeds
     rejected       why the last change was given up, "" if it was not
+    is_look_due    replicas have started that are looked at soon, together
     resized        the last change of the number of replicas
     is_ending      becomes true before it stops: none starts in the place of one that serves
     rushed         is set when replicas that drain are to stop at once
@@ -182,6 +183,7 @@ class RunningDeployment:
     is_stopping: bool = False
     is_ending: bool = False
     rushed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_look_due: bool = False
     resized: int = 0
     start_failures: int = 0
     retry_at: float = 0.0
