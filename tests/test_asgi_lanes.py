@@ -204,7 +204,7 @@ def test_both_halves_of_a_yield_dependency_run_where_it_says(options: Any, place
         lacking = it.get("/lacks")
         assert (lacking.status_code, lacking.json()["detail"]) == (404, f"not found, in {place}")
         left = len(events)
-        late = it.client.get("/waits", headers={"x-request-timeout-seconds": "0.1"})
+        late = it.client.get("/waits", headers={"x-request-timeout-seconds": "0.5"})
         assert late.status_code == 408
         wait_until(lambda: events[left:] == [f"left in {place}"])
 
