@@ -23,11 +23,13 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks import command, load
 from benchmarks.apps.free_threading import PLACE, REPLICAS, ROWS
 from benchmarks.comparison import in_turn
+from benchmarks.peers.__main__ import START_S, STOP_S, VALUE, Command, litserve, mosec
 from benchmarks.results import MIN_PAIRS, Result, Sample
 from benchmarks.servers import BenchmarkError, Request, Server, ingress_run
 from benchmarks.work import COMPUTES, WORKERS
@@ -119,47 +121,32 @@ class Peer:
 
     name: str
     package: str
+    command: Command
     request: Request
-    module: str
-    options: tuple[str, ...]
-    """Before the port."""
     has_gil: bool = True
 
     def server(self, python: str, folder: str) -> Server:
-        def command(port: int) -> list[str]:
-            given = [each.replace("FOLDER", folder) for each in self.options]
-            return [python, "-m", self.module, *given, str(port)]
-
+        command = partial(self.command, Path(python).parent, folder)
         env = {WORKERS: "2", COMPUTES: "1", "OMP_NUM_THREADS": "1"}
-        return Server(self.name, command, self.request, env, PEER_START_S, PEER_STOP_S)
+        return Server(self.name, command, self.request, env, START_S, STOP_S)
 
 
-VALUE = b'{"value":4}'
-PEER_START_S, PEER_STOP_S = 60.0, 15.0
-GRANIAN = "--interface asgi --workers 2 --loop uvloop --log-level warning --host 127.0.0.1 --port"
+def granian(bin_: Path, folder: str, port: int) -> list[str | Path]:
+    app = (bin_ / "python", "-m", "granian", "benchmarks.apps.plain:computing_app")
+    options = "--interface asgi --workers 2 --loop uvloop --log-level warning --host 127.0.0.1"
+    return [*app, *options.split(), "--port", str(port)]
+
+
+INFERENCE = Request("/inference", b"4", VALUE)
 PEERS = (
     Peer(
         "LitServe, 2 processes",
         "litserve",
+        litserve,
         Request("/predict", b'{"output":4}', VALUE),
-        "benchmarks.peers.litserve_app",
-        (),
     ),
-    Peer(
-        "mosec, 2 processes",
-        "mosec",
-        Request("/inference", b"4", VALUE),
-        "benchmarks.peers.mosec_app",
-        ("--path", "FOLDER", "--port"),
-    ),
-    Peer(
-        "FastAPI on granian, 2 threads",
-        "granian",
-        Request("/inference", b"4", VALUE),
-        "granian",
-        ("benchmarks.apps.plain:computing_app", *GRANIAN.split()),
-        has_gil=False,
-    ),
+    Peer("mosec, 2 processes", "mosec", mosec, INFERENCE),
+    Peer("FastAPI on granian, 2 threads", "granian", granian, INFERENCE, has_gil=False),
 )
 
 

@@ -333,7 +333,7 @@ def test_an_update_is_ended_by_delete() -> None:
     assert serve.status().applications == {}
 
 
-def test_many_replicas_that_start_together_are_looked_at_together() -> None:
+def test_an_update_of_more_than_a_few_replicas_replaces_them_all() -> None:
     @serve.deployment(num_replicas=FEW + 20, graceful_shutdown_timeout_s=1)
     class Answers:
         def __init__(self, answer: str) -> None:

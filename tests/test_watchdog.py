@@ -602,7 +602,7 @@ class Owner:
 
     def __init__(self, name: str) -> None:
         self.context = ReplicaRuntime(ReplicaID("0", DeploymentID(name)))
-        self.calls = ("one",)
+        self.num_calls = 1
         self.stalls: dict[str, Latency] = {}
 
 

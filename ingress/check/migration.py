@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ingress.check.affinity import affine_objects, awaitables, loop_uses
 from ingress.check.findings import Finding
-from ingress.check.races import found, merged, races_of, where, with_callees
+from ingress.check.races import found, inside, merged, races_of, where, with_callees
 from ingress.check.sharing import Access
 from ingress.check.sources import Function, Sources
 from ingress.check.subjects import Subject
@@ -40,10 +40,8 @@ def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
         return
     yield from races_of(subject, sources)
     for each in with_callees(function, sources) if subject.moves else ():
-        via = "" if each is function else f", called by {function.name}"
         for access, used in loop_uses(each, sources):
-            message = f"{used}, in {each.name}{via}{where(subject)}"
-            yield from found(access, each, names, message)
+            yield from found(access, each, names, f"{used}, {inside(each, subject)}")
     if subject.moves:
         for access, used in awaitables(function, sources):
             message = (

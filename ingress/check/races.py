@@ -42,12 +42,11 @@ def races_of(subject: Subject, sources: Sources) -> Iterator[Finding]:
     """Yield the findings of a `def` that threads run, and of the `def`s that it calls."""
     names = (subject.function.name,)
     for each in with_callees(subject.function, sources):
-        via = "" if each is subject.function else f", called by {subject.function.name}"
         for access in accesses(each, sources):
             if subject.one_at_a_time and access.place.startswith("self."):
                 continue
             race = _RACES[access.rule_id].format(place=access.place)
-            yield from found(access, each, names, f"{race} in {each.name}{via}{where(subject)}")
+            yield from found(access, each, names, f"{race} {inside(each, subject)}")
 
 
 def races_now(
@@ -101,6 +100,12 @@ def with_callees(function: Function, sources: Sources) -> list[Function]:
     calls = calls_of(function, sources, returned=True)
     called = (call.callee for call in calls if call.node not in locked)
     return list(dict.fromkeys([function, *called]))
+
+
+def inside(function: Function, subject: Subject) -> str:
+    """Return the words for a function, which a subject is or calls."""
+    via = "" if function is subject.function else f", called by {subject.function.name}"
+    return f"in {function.name}{via}{where(subject)}"
 
 
 def where(subject: Subject) -> str:

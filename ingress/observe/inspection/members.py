@@ -22,6 +22,7 @@ from ingress.app.asgi import Part
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.core.base.libraries import is_library
+from ingress.core.base.signatures import annotations_of
 from ingress.core.execution.execution import Role
 from ingress.serving.replicas.user_code import PublicMethods
 
@@ -98,8 +99,8 @@ def _returned_class(func: Callable[..., object]) -> Any:
     try:
         return inspect.get_annotations(func, eval_str=True).get("return")
     except Exception:  # an annotation may be any expression, also with undefined names
-        logger.debug("the annotations of %r cannot be read", func, exc_info=True)
-        return None
+        logger.debug("not all annotations of %r can be read", func, exc_info=True)
+        return annotations_of(func).get("return")
 
 
 def _inner_parts(target: type | FunctionType, parts: Iterable[Part]) -> Iterator[Part]:

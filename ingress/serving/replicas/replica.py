@@ -118,6 +118,11 @@ class Replica:
         return {**self._arriving.copy(), **self.running.copy()}
 
     @property
+    def num_calls(self) -> int:
+        """The number of calls here, also in a child process, which holds no slots. Thread-safe."""
+        return len(self._arriving) + len(self.running)
+
+    @property
     def model_ids(self) -> frozenset[str]:
         """The ids of the models that it has or is loading. Thread-safe."""
         return self.host.model_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Sized
 from contextvars import Context
 from dataclasses import dataclass
 from time import monotonic, time
@@ -30,7 +29,7 @@ class Owner(Protocol):
     stalls: dict[str, Latency]
 
     @property
-    def calls(self) -> Sized: ...
+    def num_calls(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +118,7 @@ class LoopProbe:
     @property
     def ongoing(self) -> int:
         """Number of requests in flight."""
-        # Not their slots: a child process holds none.
-        return sum(len(owner.calls) for owner in list(self.owners))
+        return sum(owner.num_calls for owner in list(self.owners))
 
     def is_idle(self, frame: FrameType | None) -> bool:
         """Return whether the loop waits for events. `frame` is its thread's."""
