@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from time import monotonic
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 import ingress as serve
-from ingress.core.base.counters import LATENCY_BUCKETS_MS
+from ingress.core.base.counters import LATENCY_BUCKETS_MS, Latency
+from ingress.core.base.settings import NOT_READY_AFTER_S
 from ingress.core.calls.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
 from ingress.engines import local_engine
+from ingress.observe.live import problems
 from ingress.observe.live.history import STEP_S, History, percentile
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of
@@ -214,9 +218,133 @@ def test_a_queue_and_the_calls_in_the_slots_are_counted(
     requests.join()
 
     assert (found["slots"], found["ongoing"], found["queued"]) == (1, 1, 2)
-    assert [each["text"] for each in problems] == [
-        "2 requests wait for a slot; 1 run in 1 slot of 1 replica"
-    ]
+    [text] = [each["text"] for each in problems]
+    assert text == (
+        "2 requests wait for a slot; 1 run in 1 slot of 1 replica. Its calls wait, most of them at "
+        f"test_live.py:{line_of('await place.go')}: await place.go: raise "
+        "max_ongoing_requests, or num_replicas; with max_queued_requests or a deadline, callers "
+        "beyond that are refused at once"
+    )
+
+
+def line_of(source: str) -> int:
+    """Return the number of the first line of this file that has this source."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if source in line)
+
+
+def outage(go: Latch, begun: Latch) -> serve.Application:
+    api = FastAPI()
+
+    @serve.deployment(name="Outage", max_ongoing_requests=2)
+    @serve.ingress(api)
+    class Outage:
+        @api.get("/hangs")
+        def hangs(self) -> str:
+            begun.count_down()
+            go.wait()  # it hangs
+            return "x"
+
+    return bind(Outage)
+
+
+@pytest.mark.parametrize("separate", ["0", "1"])
+def test_slots_whose_calls_do_not_end_are_named_with_their_line_while_others_wait(
+    observer: Observer,
+    separate: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    set_flags(monkeypatch, separate, "1")
+    monkeypatch.setenv(NOT_READY_AFTER_S, "0.1")
+    monkeypatch.setattr(problems, "HELD_S", 0.1)
+    monkeypatch.setattr("ingress.observe.live.observer.HELD_S", 0.1)
+    monkeypatch.setattr("ingress.observe.live.observer.LOOK_S", 0.05)
+    go, begun = Latch(timeout_s=PATIENCE_S), Latch(2, timeout_s=PATIENCE_S)
+    port = served(outage(go, begun))
+    requests = Requests(port)
+    requests.send("/hangs", "/hangs")
+    begun.wait()
+    sleep(0.2)
+
+    def deployment() -> Any:
+        return observer.look()["applications"][0]["deployments"][0]
+
+    # Only those that hold the slots: a stream may take as long as it likes.
+    assert (deployment()["state"], deployment()["held_s"] > 0.1) == ("HEALTHY", True)
+    words = "all slots are held, no call has ended for 0 s"
+    assert get(port, "/-/readyz").body.decode() == f"default: Outage: {words}"
+    with caplog.at_level(logging.INFO, "ingress"), observer:
+        requests.send("/hangs")
+        wait_until(lambda: deployment()["state"] == "HELD")
+        view = observer.look()
+        wait_until(lambda: "no call has ended" in caplog.text)
+        go.count_down()
+        requests.join()
+        wait_until(lambda: "its calls end again" in caplog.text)
+    [problem] = view["problems"]
+    at = f"test_live.py:{line_of('go.wait()  # it hangs')}: go.wait()  # it hangs"
+    expected = f"2 of 2 calls are at {at}; 1 request waits for a slot"
+    assert expected in problem["text"]
+    assert expected in caplog.text
+    assert (problem["level"], view["is_healthy"]) == ("bad", False)
+    assert deployment()["state"] == deployment()["status"] == "HEALTHY"
+    assert get(port, "/-/readyz").status == 200
+
+
+def test_clients_that_left_before_their_answer_are_a_rate_and_no_latency(
+    observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, "1", "1")
+    go, begun = Latch(timeout_s=PATIENCE_S), Latch(2, timeout_s=PATIENCE_S)
+    port = served(outage(go, begun))
+    observer.look()
+    request = b"GET /hangs HTTP/1.1\r\nHost: x\r\n\r\n"
+    with Connection(port) as one, Connection(port) as other:
+        one.send(request)
+        other.send(request)
+        begun.wait()
+    wait_until(lambda: observer.look()["routes"])
+    view = observer.look()
+    go.count_down()
+
+    [route] = view["routes"]
+    assert (route["route"], route["errors"], route["p99"], route["mean"]) == (
+        "/hangs",
+        0,
+        None,
+        None,
+    )
+    assert route["left"] == route["rate"] > 0
+    text = "100.0% of its clients left before their answer began in the last minute"
+    assert text in [each["text"] for each in view["problems"] if each["level"] == "bad"]
+    assert not view["is_healthy"]
+    assert view["applications"][0]["deployments"][0]["state"] == "FAILING"
+
+
+def test_one_replica_that_fails_among_others_is_named(observer: Observer) -> None:
+    @serve.deployment(num_replicas=3, max_ongoing_requests=1)
+    class Model:
+        async def __call__(self) -> str:
+            if serve.get_replica_context().replica_tag == "1":
+                raise ValueError
+            return "x"
+
+    port = served(bind(Model))
+    observer.look()
+    for _ in range(60):
+        get(port, "/")
+    view = observer.look()
+
+    texts = [each["text"] for each in view["problems"]]
+    assert any(
+        text.startswith(
+            "Model#1 fails 100% of its calls, the other 2 replicas 0.0%; a check_health"
+        )
+        for text in texts
+    ), texts
+    errors = {each["replica"]: each["errors"] > 0 for each in view["replicas"]}
+    assert errors == {"0": False, "1": True, "2": False}
 
 
 def test_failed_and_streamed_requests_keep_their_times(place: Place, observer: Observer) -> None:
@@ -343,8 +471,9 @@ def counted(count: int, errors: int = 0, slow: int = 0, replica: str = "0") -> A
     """Return the counters of a deployment whose calls took 1 ms, and `slow` of them 1 s."""
     buckets = [0] * (len(LATENCY_BUCKETS_MS) + 1)
     buckets[0], buckets[LATENCY_BUCKETS_MS.index(1000)] = count - slow, slow
-    sums = count, errors, count * 1.0, tuple(buckets)
-    return {NAME: {"queued": 3, "routes": {(replica, "/x"): sums}}}
+    sums = count, errors, 0, slow * 999.0 + count * 1.0, tuple(buckets)
+    routes = {(replica, "/x"): sums}
+    return {NAME: {"queued": 3, "refused": 0, "routes": routes, "replicas": {}}}
 
 
 def test_the_rates_are_those_of_the_last_minute() -> None:
@@ -390,6 +519,18 @@ def test_a_percentile_lies_in_its_bucket(
     buckets = values + (0,) * (len(LATENCY_BUCKETS_MS) + 1 - len(values))
 
     assert percentile(buckets, share) == expected
+
+
+def test_a_percentile_is_no_longer_than_its_longest_request_can_have_been() -> None:
+    histogram = Latency()
+    histogram.add(5_100.0)
+    of_one = percentile(tuple(histogram.buckets), 0.99, histogram.total_ms)
+    for _ in range(9):
+        histogram.add(1.5)
+    of_ten = percentile(tuple(histogram.buckets), 0.99, histogram.total_ms)
+
+    assert of_one == pytest.approx(5_100, rel=0.001)
+    assert of_ten == pytest.approx(5_100, rel=0.002)
 
 
 def test_a_value_beyond_the_last_bucket_is_that_buckets_end() -> None:

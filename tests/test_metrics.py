@@ -39,8 +39,9 @@ from ingress.engines.snapshots import snapshot_of
 from ingress.observe.admin.exposition import exposition
 from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM
 from ingress.observe.admin.source import as_json
+from ingress.testing import Latch
 from tests.programs import ROOT, write_module
-from tests.servers import PATIENCE_S, bind, get, served, wait_until
+from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 from tests.test_admin import admin_port, serving
 from tests.test_admin import folder as folder
 
@@ -519,3 +520,42 @@ def test_promtool_accepts_the_alerts_the_queries_and_the_text(tmp_path: Path) ->
     text = exposition(everything())
     linted = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
     assert b"error while linting" not in linted.stderr  # what it says of style is about Ray's names
+
+
+@pytest.mark.parametrize("separate", ["0", "1"])
+@pytest.mark.parametrize("prefix", ["/", "/shop"])
+def test_a_request_that_no_endpoint_saw_has_its_route(
+    shutdown: None, monkeypatch: pytest.MonkeyPatch, prefix: str, separate: str
+) -> None:
+    set_flags(monkeypatch, separate, "1")
+    app, begun, latch = FastAPI(), Latch(), Latch()
+
+    @serve.deployment(max_ongoing_requests=1, max_queued_requests=2)
+    @serve.ingress(app)
+    class Api:
+        @app.get("/items/{number}")
+        def item(self, number: int) -> int:
+            begun.count_down()
+            latch.wait()
+            return number
+
+    port = served(bind(Api), route_prefix=prefix)
+    target, route = (f"{prefix.rstrip('/')}/items/{each}" for each in ("7", "{number}"))
+
+    def of_deployment() -> DeploymentSnapshot:
+        return snapshot_of(local_engine()).applications["default"].deployments["Api"]
+
+    def counts() -> dict[tuple[str, int], int]:
+        return {(each.route, each.status): each.latency.count for each in of_deployment().http}
+
+    request = f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    with Connection(port) as first, Connection(port) as second, Connection(port) as third:
+        first.send(request)
+        begun.wait()
+        second.send(request)
+        third.send(request)
+        wait_until(lambda: of_deployment().queued == 2)
+        assert get(port, target).status == 503  # refused before there is a call
+    wait_until(lambda: counts().get((route, 499), 0) >= 2)
+    latch.count_down()  # on the server's own loop, a request lasts as long as its thread
+    wait_until(lambda: counts() == {(route, 503): 1, (route, 499): 3})

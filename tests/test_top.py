@@ -142,7 +142,7 @@ def test_status_says_what_is_wrong_and_top_prints_once_in_a_pipe(
 
     code, text = run(status, runtime)
     assert code == 0
-    assert f"server {server.process.pid} at {server.url}  healthy, with 1 problem" in text
+    assert f"server {server.process.pid} at {server.url}  healthy, with 1 remark" in text
     assert "default:Shop: 4.8% of its requests failed in the last minute" in text
     code, text = run(status, runtime, as_json=True)
     told = json.loads(text)
@@ -282,8 +282,9 @@ def rendered(view: Any, width: int = 80, height: int | None = 24, **chosen: Any)
 
 def deployment(number: int, **values: Any) -> dict[str, Any]:
     return {
-        "name": f"D{number}", "status": "HEALTHY", "message": "", "replica_states": {"RUNNING": 2},
-        "ongoing": 1, "queued": 0, "rate": 1.0, "errors": 0.0, "p50": 1.0, "p95": 2.0, "p99": 3.0,
+        "name": f"D{number}", "status": "HEALTHY", "state": "HEALTHY", "message": "",
+        "replica_states": {"RUNNING": 2}, "ongoing": 1, "queued": 0, "rate": 1.0, "errors": 0.0,
+        "left": 0.0, "p50": 1.0, "p95": 2.0, "p99": 3.0,
         "recent": {"rate": [0, 1, None, 4], "p99": [1, 2]}, **values,
     }  # fmt: skip
 

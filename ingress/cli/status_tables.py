@@ -23,7 +23,7 @@ from ingress.observe.live.documents import (
 
 _BARS = "▁▂▃▄▅▆▇█"
 _GOOD = ("RUNNING", "HEALTHY")
-_BAD = ("DEPLOY_FAILED", "UNHEALTHY")
+_BAD = ("DEPLOY_FAILED", "UNHEALTHY", "HELD", "STALLED", "FAILING")
 _MARKS = {"bad": ("!!", "bold red"), "warn": ("! ", "yellow")}
 
 SORTS: Mapping[str, Callable[[DeploymentView], str | float]] = {
@@ -50,7 +50,7 @@ def _health(view: View) -> tuple[str, str]:
     if not view["is_healthy"]:
         return "not healthy", "bold red"
     if count:
-        return f"healthy, with {count} problem{'s' * (count > 1)}", "yellow"
+        return f"healthy, with {count} remark{'s' * (count > 1)}", "yellow"
     return "healthy", "green"
 
 
@@ -83,7 +83,10 @@ def deployments(
     """
     percentiles: Sequence[Literal["p50", "p95", "p99"]]
     percentiles = ("p99",) if charts else ("p50", "p95", "p99")
-    heads = ["deployment", "status", "replicas", "run", "queue", "req/s", "err/s", *percentiles]
+    has_left = any(each["left"] for one in view["applications"] for each in one["deployments"])
+    left = ["left/s"] * has_left
+    heads = ["deployment", "status", "replicas", "run", "queue", "req/s", "err/s", *left]
+    heads += percentiles
     table = _table(heads, right_from=3)
     if charts:
         table.add_column("req/s", width=8, no_wrap=True)
@@ -101,12 +104,13 @@ def deployments(
         name = f"{application['name']}:{each['name']}" if several else each["name"]
         row = [
             Text(name, "bold"),
-            _status(each["status"]),
+            _status(each["state"]),
             _states(each["replica_states"]),
             Text(str(each["ongoing"])),
             Text(str(each["queued"])),
             Text(_number(each["rate"])),
             Text(_number(each["errors"]), "bold red" if each["errors"] else ""),
+            *(Text(_number(each["left"]), "yellow") for _ in left),
             *(Text(milliseconds(each[key])) for key in percentiles),
         ]
         if charts:

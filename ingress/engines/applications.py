@@ -15,6 +15,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ingress.app.declaration.build import BuiltApplication
 from ingress.config import DeploymentConfig
@@ -93,6 +94,7 @@ class Applications:
     _stops: set[asyncio.Task[None]] = field(default_factory=set)
     _settled: SettledObjects = field(default_factory=SettledObjects)
     freezes_gc: bool = True
+    not_ready_after_s: float | None = None
     _deciding: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, start: Start, reason: str) -> bool:
@@ -206,7 +208,9 @@ class Applications:
         application.keep()
         application.status = ApplicationStatus.RUNNING
         self.running[application.name] = application
-        application.proxy.conditions[application.name] = application.condition
+        application.proxy.conditions[application.name] = partial(
+            application.condition, self.not_ready_after_s
+        )
         self._settled.renew(is_needed=self.freezes_gc)
 
     def _list_failure(self, start: Start, failed: FailedStart) -> None:

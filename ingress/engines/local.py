@@ -110,6 +110,7 @@ class LocalEngine:
                 self.http.proxy = self.factories.proxy()
                 settings = self._threads.settings
                 self.apps.freezes_gc = settings.freeze_gc
+                self.apps.not_ready_after_s = settings.not_ready_after_s
                 self.apps.controller = Controller(
                     settings,
                     self.routers,

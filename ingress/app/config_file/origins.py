@@ -45,6 +45,7 @@ SETTINGS = {
     flags.MAX_RETRIES: "max_retries",
     flags.STALL_THRESHOLD_MS: "stall_threshold_s",
     flags.WEDGED_AFTER_S: "wedged_after_s",
+    flags.NOT_READY_AFTER_S: "not_ready_after_s",
     flags.ADAPT_SWITCH_INTERVAL: "adapt_switch_interval",
     flags.FREEZE_GC: "freeze_gc",
     flags.RAISE_FILE_LIMIT: "raise_file_limit",

@@ -12,6 +12,8 @@ engine reads the environment again.
     INGRESS_STALL_THRESHOLD_MS                 100   stall of an event loop that is reported; 0: off
     INGRESS_WEDGED_AFTER_S                           seconds that a loop may stand, or orphans hold
                                                      all slots; default: `health_check_timeout_s`
+    INGRESS_NOT_READY_AFTER_S                        seconds that all slots may be held without an
+                                                     end; then the deployment is not ready
     INGRESS_ADAPT_SWITCH_INTERVAL                1   shorter GIL switch interval while loops wait
     INGRESS_FREEZE_GC                            1   `gc.freeze` while applications run
     INGRESS_RAISE_FILE_LIMIT                     1   soft limit of open files to the hard limit
@@ -62,6 +64,7 @@ ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
 REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
 WEDGED_AFTER_S = "INGRESS_WEDGED_AFTER_S"
+NOT_READY_AFTER_S = "INGRESS_NOT_READY_AFTER_S"
 ADAPT_SWITCH_INTERVAL = "INGRESS_ADAPT_SWITCH_INTERVAL"
 FREEZE_GC = "INGRESS_FREEZE_GC"
 RAISE_FILE_LIMIT = "INGRESS_RAISE_FILE_LIMIT"
@@ -165,6 +168,7 @@ class Settings:
     max_retries: int = 10
     stall_threshold_s: float | None = 0.1
     wedged_after_s: float | None = None
+    not_ready_after_s: float | None = None
     adapt_switch_interval: bool = True
     freeze_gc: bool = True
     raise_file_limit: bool = True
@@ -200,6 +204,7 @@ class Settings:
             wedged_after_s=_time(
                 env, WEDGED_AFTER_S, "seconds", 0, off="for health_check_timeout_s"
             ),
+            not_ready_after_s=_time(env, NOT_READY_AFTER_S, "seconds", 0, off="for any time"),
             adapt_switch_interval=_flag(env, ADAPT_SWITCH_INTERVAL, default=True),
             freeze_gc=_flag(env, FREEZE_GC, default=True),
             raise_file_limit=_flag(env, RAISE_FILE_LIMIT, default=True),

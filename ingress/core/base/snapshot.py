@@ -111,6 +111,7 @@ class DeploymentSnapshot:
     losses     replicas that ended by themselves, such as a process that was killed
     failed_starts  starts of replicas that failed
     ended      the counters of replicas that have ended, by their ids, at most `MAX_ENDED`
+    held_s     seconds for which the same calls have held all slots; 0.0 if one is free
     """
 
     status: str
@@ -128,6 +129,7 @@ class DeploymentSnapshot:
     http: list[HTTPCount] = field(default_factory=list)
     replicas: list[ReplicaSnapshot] = field(default_factory=list)
     ended: dict[str, ReplicaCounts] = field(default_factory=dict)
+    held_s: float = 0.0
 
     @property
     def ongoing(self) -> int:
@@ -272,6 +274,7 @@ def kept(snapshot: Snapshot) -> Snapshot:
                 message="",
                 target_replicas=0,
                 queued=0,
+                held_s=0.0,
                 replicas=[],
                 ended=dict(list(deployment.counts().items())[-MAX_ENDED:]),
             )
@@ -333,6 +336,7 @@ def _deployment(parts: Sequence[DeploymentSnapshot]) -> DeploymentSnapshot:
         http=summed_http(part.http for part in parts),
         replicas=[replica for part in parts for replica in part.replicas],
         ended=ended,
+        held_s=max(part.held_s for part in parts),
     )
 
 

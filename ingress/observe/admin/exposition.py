@@ -190,6 +190,7 @@ def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSn
         (f.EXPIRED, deployment.expired),
         (f.LOSSES, deployment.losses),
         (f.FAILED_STARTS, deployment.failed_starts),
+        (f.HELD, deployment.held_s),
     )
     for http in deployment.http:
         if http.status >= 400:

@@ -217,6 +217,12 @@ LOSSES = Family(
 FAILED_STARTS = Family(
     "ingress_replica_failed_starts_total", COUNTER, _DEPLOYMENT, "Starts of replicas that failed."
 )
+HELD = Family(
+    "ingress_deployment_held_seconds",
+    GAUGE,
+    _DEPLOYMENT,
+    "Seconds for which all slots have been held and no call has ended; 0 if a slot is free.",
+)
 SLOTS = Family("ingress_replica_slots", GAUGE, _REPLICA, "Slots: max_ongoing_requests.")
 ORPHANS = Family(
     "ingress_replica_orphans",

@@ -8,5 +8,5 @@
     part        all of this in one process
     view        the parts of all processes together, as one JSON object
 
-All of it is read from outside, when an operator asks. Only `history` looks by itself, every 5 s.
+All of it is read from outside, when an operator asks. Only the observer looks by itself, every 2 s.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ingress.core.base.counters import CLIENT_LEFT, Latency
 from ingress.observe.live.documents import Counters, Deployment, Sums
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.replicas.replica import Replica
@@ -23,21 +24,36 @@ def _of_requests(router: Router) -> dict[tuple[str, str], Sums]:
     found: dict[tuple[str, str], Sums] = {}
     for (route, method, status), each in router.http.summed().items():
         if method != "WS":
-            buckets = tuple(each.buckets)
-            errors = sum(buckets) if status >= 500 else 0
-            found[f"{method} {status}", route] = sum(buckets), errors, each.total_ms, buckets
+            count, buckets = each.count, tuple(each.buckets)
+            errors = count if status >= 500 else 0
+            if status == CLIENT_LEFT:  # its time is the client's, not an answer's
+                found[f"{method} {status}", route] = count, 0, count, 0.0, (0,) * len(buckets)
+            else:
+                found[f"{method} {status}", route] = count, errors, 0, each.total_ms, buckets
     return found
+
+
+def _sums(latency: Latency) -> Sums:
+    buckets = tuple(latency.buckets)
+    return sum(buckets), latency.errors, 0, latency.total_ms, buckets
+
+
+def _of_replica(replica: Replica) -> Sums:
+    """Return all calls of a replica: the times that they ran."""
+    every = Latency()
+    for each in replica.latencies.copy().values():
+        every.merge(each)
+    return _sums(every)
 
 
 def _of_calls(replicas: Iterable[Replica]) -> dict[tuple[str, str], Sums]:
     """Return the calls by handle: the times that they ran."""
-    found: dict[tuple[str, str], Sums] = {}
-    for replica in replicas:
+    return {
+        (replica.replica_id.unique_id, route): _sums(each)
+        for replica in replicas
         # A copy: the user loop adds a route at any time.
-        for route, each in replica.latencies.copy().items():
-            buckets, key = tuple(each.buckets), (replica.replica_id.unique_id, route)
-            found[key] = sum(buckets), each.errors, each.total_ms, buckets
-    return found
+        for route, each in replica.latencies.copy().items()
+    }
 
 
 def counts(applications: Iterable[RunningApplication]) -> dict[Deployment, Counters]:
@@ -45,11 +61,16 @@ def counts(applications: Iterable[RunningApplication]) -> dict[Deployment, Count
     found: dict[Deployment, Counters] = {}
     for application in applications:
         for name, deployment in list(application.deployments.items()):
-            replicas = deployment.replicas
+            replicas, router = deployment.replicas, deployment.router
             found[application.name, name] = {
-                "queued": deployment.router.num_queued,
+                "queued": router.num_queued,
                 "ongoing": sum(each.ongoing for each in replicas),
-                "requests": deployment.router.num_requests,
-                "routes": _of_requests(deployment.router) or _of_calls(replicas),
+                "requests": router.num_requests,
+                "refused": router.num_rejected + router.num_shed,
+                "held_s": router.held_s(),
+                "routes": _of_requests(router) or _of_calls(replicas),
+                "replicas": {each.replica_id.unique_id: _of_replica(each) for each in replicas}
+                if len(replicas) > 1
+                else {},
             }
     return found

@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, TypedDict
 
-Sums = tuple[int, int, float, tuple[int, ...]]
-"""Calls that have ended, those of them that failed, their duration in ms, and its buckets."""
+Sums = tuple[int, int, int, float, tuple[int, ...]]
+"""Calls that have ended, those of them that failed, those whose client left before the answer;
+the duration of the others in ms, and its buckets.
+"""
 
 Deployment = tuple[str, str]
 """An application and one of its deployments."""
@@ -123,21 +125,33 @@ class ReplicaNow(TypedDict):
 
 
 class ReplicaOfServer(ReplicaNow):
-    """The same in the view of a server. `process` is the id of the server's process."""
+    """The same in the view of a server. `process` is the id of the server's process.
+
+    `rate` and `errors` are the calls a second of the last minute, and those that failed.
+    """
 
     process: int
+    rate: float
+    errors: float
 
 
 # Parts.
 
 
 class Counters(TypedDict):
-    """The counters of a deployment; `routes` is by source and route."""
+    """The counters of a deployment; `routes` is by source and route, `replicas` by tag.
+
+    For `held_s` all slots have been held and no call has ended; `refused` counts the calls that
+    were refused for overload.
+    """
 
     queued: int
     ongoing: int
     requests: int
+    refused: int
+    held_s: float
     routes: dict[tuple[str, str], Sums]
+    replicas: dict[str, Sums]
 
 
 class CountPart(TypedDict):
@@ -155,6 +169,7 @@ class DeploymentPart(TypedDict):
     message: str
     replica_states: dict[str, int]
     orphans: int
+    is_bounded: bool
 
 
 class Links(TypedDict):
@@ -237,10 +252,11 @@ class Ask(Protocol):
 
 
 class Rates(TypedDict):
-    """Requests and errors a second, and latencies in ms; `None` without a request."""
+    """Requests, errors and clients that left, a second; latencies of answers in ms, or `None`."""
 
     rate: float
     errors: float
+    left: float
     p50: float | None
     p95: float | None
     p99: float | None
@@ -269,19 +285,28 @@ class Recent(TypedDict):
 
 
 class Problem(TypedDict):
-    """A problem in words; `level` is "bad" or "warn"."""
+    """A problem in words; `level` is "bad" or "warn", `state` that of its deployment or "".
+
+    Source: `observe/live/problems`.
+    """
 
     level: str
     application: str
     deployment: str
     text: str
+    state: str
 
 
 class DeploymentView(Rates):
-    """A deployment in all processes, with its rates of the last minute."""
+    """A deployment in all processes, with its rates of the last minute.
+
+    `state` is `status`, unless a problem says more. `refused` is a rate, too. A deployment
+    `is_bounded` if its queue has a limit.
+    """
 
     name: str
     status: str
+    state: str
     status_trigger: str
     message: str
     replica_states: dict[str, int]
@@ -290,6 +315,9 @@ class DeploymentView(Rates):
     queued: int
     ongoing: int
     requests: int
+    refused: float
+    held_s: float
+    is_bounded: bool
     recent: Recent
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 
 from ingress.core.base.counters import LATENCY_BUCKETS_MS
 from ingress.observe.live.documents import (
@@ -34,18 +35,27 @@ RECENT = 24  # intervals of a small chart: two minutes
 PROCESSES = 1000  # whose last counters are remembered; workers that have ended count too
 
 Route = tuple[str, str, str]
-"""An application, one of its deployments, and a route; "" is all routes of the deployment."""
+"""An application, one of its deployments, and a route; "" is all routes of the deployment.
 
-_NONE: Sums = (0, 0, 0.0, (0,) * (len(LATENCY_BUCKETS_MS) + 1))
+`of_replica` is all calls of one replica.
+"""
+
+_NONE: Sums = (0, 0, 0, 0.0, (0,) * (len(LATENCY_BUCKETS_MS) + 1))
+
+
+def of_replica(pid: int, tag: str) -> str:
+    """Return the name of a replica of a process in the place of a route."""
+    return f"#{pid}/{tag}"
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The sums of all routes at one time, and the number of calls that waited then."""
+    """The sums of all routes at one time, and the numbers of calls that waited, or were refused."""
 
     at: float
     sums: dict[Route, Sums] = field(default_factory=dict)
     queued: dict[Deployment, int] = field(default_factory=dict)
+    refused: dict[Deployment, int] = field(default_factory=dict)
 
 
 class History:
@@ -67,20 +77,25 @@ class History:
         """Take the counters of all processes, each with its id. `at` is monotonic."""
         with self._lock:
             queued: dict[Deployment, int] = {}
+            refused: dict[Deployment, int] = {}
+            replicas: dict[Route, Sums] = {}
             for pid, deployments in parts:
                 before, seen = self._last.get(pid, {}), {}
                 for name, each in deployments.items():
                     queued[name] = queued.get(name, 0) + each["queued"]
+                    refused[name] = refused.get(name, 0) + each["refused"]
                     self._sums.setdefault((*name, ""), _NONE)
                     for (replica, route), sums in each["routes"].items():
                         seen[name, replica, route] = sums
                         self._count(name, route, sums, before.get((name, replica, route)))
+                    for tag, sums in each["replicas"].items():
+                        replicas[*name, of_replica(pid, tag)] = sums
                 self._last[pid] = seen
                 while len(self._last) > PROCESSES:
                     del self._last[next(iter(self._last))]
-            self._now = Point(at, self._sums, queued)
+            self._now = Point(at, {**self._sums, **replicas}, queued, refused)
             if not self._points or at - self._points[-1].at >= STEP_S * 0.9:
-                self._points.append(Point(at, dict(self._sums), queued))
+                self._points.append(self._now)
 
     def _count(self, name: Deployment, route: str, sums: Sums, before: Sums | None) -> None:
         if before is sums or before == sums:
@@ -94,18 +109,29 @@ class History:
     def window(self) -> tuple[dict[Route, Rates], float]:
         """Return the rates of each route over the last minute, and the seconds that they are of."""
         with self._lock:
-            now = self._now
-            since = next(
-                (each for each in self._points if now.at - each.at <= WINDOW_S + STEP_S / 2), None
-            )
-            if since is None or now.at <= since.at:
-                return {}, 0.0
-            span_s = now.at - since.at
-            rows = {}
-            for route, sums in now.sums.items():
+            since, span_s = self._minute_ago()
+            rows: dict[Route, Rates] = {}
+            for route, sums in self._now.sums.items() if span_s else ():
                 before = since.sums.get(route, _NONE)
                 rows[route] = _rates(_minus(sums, before) if before is not sums else _NONE, span_s)
             return rows, span_s
+
+    def _minute_ago(self) -> tuple[Point, float]:
+        """Return the point of a minute ago, and the seconds since then."""
+        now = self._now
+        recent = (each for each in self._points if now.at - each.at <= WINDOW_S + STEP_S / 2)
+        since = next(recent, now)
+        return since, now.at - since.at
+
+    def refused(self) -> dict[Deployment, float]:
+        """Return the calls a second that each deployment has refused in the last minute."""
+        with self._lock:
+            since, span_s = self._minute_ago()
+            return {
+                name: max(0, count - since.refused.get(name, 0)) / span_s
+                for name, count in self._now.refused.items()
+                if span_s
+            }
 
     def recent(self) -> dict[Deployment, Recent]:
         """Return the last intervals of each deployment, for small charts."""
@@ -144,45 +170,60 @@ def _columns(rows: list[Rates]) -> Recent:
 
 
 def _plus(one: Sums, other: Sums) -> Sums:
-    buckets = tuple(map(int.__add__, one[3], other[3]))
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2], buckets
+    buckets = tuple(map(int.__add__, one[4], other[4]))
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3], buckets
 
 
 def _minus(one: Sums, other: Sums) -> Sums:
-    buckets = tuple(map(int.__sub__, one[3], other[3]))
-    return one[0] - other[0], one[1] - other[1], one[2] - other[2], buckets
+    buckets = tuple(map(int.__sub__, one[4], other[4]))
+    return one[0] - other[0], one[1] - other[1], one[2] - other[2], one[3] - other[3], buckets
+
+
+NO_RATES: Rates = {
+    "rate": 0.0,
+    "errors": 0.0,
+    "left": 0.0,
+    "p50": None,
+    "p95": None,
+    "p99": None,
+    "mean": None,
+}
 
 
 def _rates(sums: Sums, span_s: float) -> Rates:
-    count, errors, total_ms, buckets = sums
-    if not count:
-        return {"rate": 0.0, "errors": 0.0, "p50": None, "p95": None, "p99": None, "mean": None}
+    count, errors, left, total_ms, buckets = sums
+    if count <= 0:
+        return {**NO_RATES}
     return {
         "rate": round(count / span_s, 3),
         "errors": round(errors / span_s, 3),
-        "p50": percentile(buckets, 0.5),
-        "p95": percentile(buckets, 0.95),
-        "p99": percentile(buckets, 0.99),
-        "mean": round(total_ms / count, 2),
+        "left": round(left / span_s, 3),
+        "p50": percentile(buckets, 0.5, total_ms),
+        "p95": percentile(buckets, 0.95, total_ms),
+        "p99": percentile(buckets, 0.99, total_ms),
+        "mean": round(total_ms / (count - left), 2) if count > left else None,
     }
 
 
-def percentile(buckets: tuple[int, ...], share: float) -> float | None:
+def percentile(buckets: tuple[int, ...], share: float, total: float = inf) -> float | None:
     """Return a percentile of a histogram in ms, as Prometheus' `histogram_quantile` does.
 
-    It lies in the right bucket, and is interpolated there. `None` without a value.
+    It lies in the right bucket, and is interpolated there. No value is greater than the sum of all
+    without the least that the others can be: of one request of 5.1 s this is 5.1 s, not 9.9 s.
+    `None` without a value.
     """
-    total = sum(buckets)
-    if not total:
+    count = sum(buckets)
+    if not count:
         return None
-    wanted = share * total
+    lows = (0.0, *LATENCY_BUCKETS_MS)
+    spare = total - sum(map(float.__mul__, lows, map(float, buckets)))
+    wanted = share * count
     seen = 0
-    for number, count in enumerate(buckets):
-        if seen + count >= wanted and count:
-            if number == len(LATENCY_BUCKETS_MS):
-                break
-            low = LATENCY_BUCKETS_MS[number - 1] if number else 0
-            high = LATENCY_BUCKETS_MS[number]
-            return round(low + (high - low) * (wanted - seen) / count, 2)
-        seen += count
+    for number, here in enumerate(buckets):
+        if seen + here >= wanted and here:
+            low = lows[number]
+            high = LATENCY_BUCKETS_MS[number] if number < len(LATENCY_BUCKETS_MS) else low
+            most = max(low, min(high, low + spare))
+            return round(low + (most - low) * (wanted - seen) / here, 2)
+        seen += here
     return float(LATENCY_BUCKETS_MS[-1])

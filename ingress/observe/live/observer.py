@@ -1,10 +1,10 @@
-"""The observer of a server: it asks its processes, and keeps the history."""
+"""The observer of a server: it asks its processes, keeps the history, and logs held slots."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Self
 
@@ -17,25 +17,30 @@ from ingress.observe.live.documents import (
     Series,
     View,
 )
-from ingress.observe.live.history import STEP_S, History
+from ingress.observe.live.history import History
+from ingress.observe.live.problems import HELD_S, is_held
 from ingress.observe.live.recording import merged_traces
 from ingress.observe.live.view import view_of
 
 logger = logging.getLogger("ingress")
 
 JOIN_S = 1.0
+LOOK_S = 2.0
 FRESH_S = 0.4  # a view this old is shown again: two viewers cost as much as one
 
 
 class Observer:
     """The views of one server, and its history. Thread-safe."""
 
-    __slots__ = ("_ask", "_history", "_is_over", "_lock", "_thread", "_url", "_view", "_viewed_at")
+    __slots__ = (
+        "_ask", "_held", "_history", "_is_over", "_lock", "_thread", "_url", "_view", "_viewed_at",
+    )  # fmt: skip
 
     def __init__(self, ask: Ask, url: Callable[[], str | None] = lambda: None) -> None:
         self._ask = ask
         self._url = url
         self._history = History()
+        self._held: dict[Deployment, float] = {}  # those that were logged, and for how long
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._view: View | None = None
@@ -50,7 +55,7 @@ class Observer:
         self.stop()
 
     def start(self) -> None:
-        """Begin to look every 5 s, for the rates of the last minutes."""
+        """Begin to look every 2 s, for the rates of the last minutes and for held slots."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -65,9 +70,28 @@ class Observer:
                 with self._lock:  # in the order in which they were asked for
                     parts, _ = self._ask("counts")
                     self._history.add(monotonic(), _counts(parts))
+                self._log_held(_held_s(parts))
             except Exception:  # no process answers, while the server starts or stops
                 logger.debug("no process tells its counters", exc_info=True)
-            self._is_over.wait(STEP_S)
+            self._is_over.wait(LOOK_S)
+
+    def _log_held(self, held_s: Mapping[Deployment, float]) -> None:
+        """Log each deployment whose slots are held while others wait, once, and its end."""
+        for name in [each for each in self._held if each not in held_s]:
+            logger.info("%s:%s: its calls end again, after %.0f s", *name, self._held.pop(name))
+        self._held.update((name, held_s[name]) for name in self._held)
+        if held_s.keys() <= self._held.keys():
+            return
+        for application in self.view()["applications"]:
+            for each in application["deployments"]:
+                name = application["name"], each["name"]
+                if name in self._held or name not in held_s or not is_held(each):
+                    continue
+                self._held[name] = each["held_s"]
+                for problem in self.view()["problems"]:
+                    if (problem["application"], problem["deployment"]) == name:
+                        logger.warning("%s:%s: %s", *name, problem["text"])
+                        break
 
     def view(self) -> View:
         """Return the state of the server, at most `FRESH_S` old."""
@@ -83,7 +107,8 @@ class Observer:
             self._history.add(monotonic(), _counts(parts))
             rates, span_s = self._history.window()
             recent = self._history.recent()
-            self._view = view_of(parts, absent, rates, span_s, recent, self._url())
+            refused = self._history.refused()
+            self._view = view_of(parts, absent, rates, refused, span_s, recent, self._url())
             self._viewed_at = monotonic()
             return self._view
 
@@ -107,6 +132,16 @@ class Observer:
     def series(self, application: str, deployment: str, route: str) -> Series:
         """Return the last 15 minutes of a route, or of all routes of a deployment."""
         return self._history.series((application, deployment, route))
+
+
+def _held_s(parts: Sequence[CountPart]) -> dict[Deployment, float]:
+    """Return the deployments whose slots have all been held for a while, and for how long."""
+    return {
+        name: each["held_s"]
+        for part in parts
+        for name, each in part["counts"].items()
+        if each["held_s"] >= HELD_S
+    }
 
 
 def _counts(parts: Sequence[CountPart]) -> list[tuple[int, dict[Deployment, Counters]]]:

@@ -72,6 +72,7 @@ def part(server: Server, argument: float = 0.0) -> Part:
                         "message": one.message,
                         "replica_states": one.replica_states,
                         "orphans": sum(replica.orphans for replica in one.replicas),
+                        "is_bounded": _is_bounded(running.get(name), deployment),
                     }
                     for deployment, one in each.deployments.items()
                 },
@@ -102,6 +103,12 @@ def _replicas(running: Mapping[str, RunningApplication]) -> list[Replica]:
         for deployment in list(application.deployments.values())
         for replica in deployment.replicas
     ]
+
+
+def _is_bounded(application: RunningApplication | None, name: str) -> bool:
+    """Return whether the queue of a deployment has a limit."""
+    deployment = None if application is None else application.deployments.get(name)
+    return deployment is not None and deployment.router.max_queued_requests >= 0
 
 
 def _links(application: RunningApplication | None) -> Links:

@@ -1,26 +1,43 @@
 """The problems of a server, in words.
 
 Each problem is "bad" or "warn", and names its application and deployment; the texts are for people.
+A deployment with a bad one is in a state of its own, which `serve.status()` does not have:
+
+    HELD      calls wait, and none of those in the slots ends
+    STALLED   an event loop does not turn
+    FAILING   calls fail, or clients leave before their answer begins
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from time import time
+from typing import Literal
 
 from ingress.observe.live.documents import (
     ApplicationView,
     DeploymentView,
+    Line,
     Problem,
-    ReplicaNow,
+    ReplicaOfServer,
     StallOfLoop,
 )
 
 BAD = ("DEPLOY_FAILED", "UNHEALTHY")
 SILENT = "does not answer"
 STALLED_S = 60.0
-FAILING = 0.05  # share of failed requests that is bad
+FAILING = 0.05  # share of requests without a good answer that is bad
+HELD_S = 3.0
+"""Seconds for which all slots may be held, and no call ends, while others wait."""
+USUALLY = 2.0  # times the 99th percentile, for calls that usually take longer
+WORSE = 4.0  # times as many of one replica's calls fail as of the others'
+FEW = 0.1  # failed calls a second of a replica that are too few to tell
+BUSY = 0.85  # share of a processor of a loop that computes
+
+Words = tuple[str, str, str]
+"""The level of a problem, its text, and the state that it is; "" for none."""
 
 
 def all_healthy(applications: Iterable[str], deployments: Iterable[str]) -> bool:
@@ -29,14 +46,20 @@ def all_healthy(applications: Iterable[str], deployments: Iterable[str]) -> bool
     return runs and not any(each in BAD for each in deployments)
 
 
-def _problem(level: str, application: str, deployment: str, text: str) -> Problem:
-    return {"level": level, "application": application, "deployment": deployment, "text": text}
+def _problem(level: str, application: str, deployment: str, text: str, state: str = "") -> Problem:
+    return {
+        "level": level,
+        "application": application,
+        "deployment": deployment,
+        "text": text,
+        "state": state,
+    }
 
 
 def problems_of(
     absent: Mapping[int, str],
     applications: Sequence[ApplicationView],
-    replicas: Sequence[ReplicaNow],
+    replicas: Sequence[ReplicaOfServer],
 ) -> list[Problem]:
     """Return the problems in words, the gravest first."""
     found = [_problem("bad", "", "", f"worker {pid} {reason}") for pid, reason in absent.items()]
@@ -46,9 +69,8 @@ def problems_of(
         words = []
         for each in application["deployments"]:
             mine = [one for one in own if one["deployment"] == each["name"]]
-            words += [
-                _problem(level, name, each["name"], text) for level, text in _words(each, mine)
-            ]
+            own_words = _words(each, mine)
+            words += [_problem(level, name, each["name"], *rest) for level, *rest in own_words]
         if status != "RUNNING" and not any(each["level"] == "bad" for each in words):
             text = application["message"] or f"it is {status}"
             words.append(_problem("bad" if status in BAD else "warn", name, "", text))
@@ -56,34 +78,158 @@ def problems_of(
     return sorted(found, key=lambda each: each["level"])
 
 
-def _words(deployment: DeploymentView, replicas: Sequence[ReplicaNow]) -> list[tuple[str, str]]:
-    """Return the level and the text of each problem of one deployment."""
-    found: list[tuple[str, str]] = []
+def state_of(application: str, deployment: DeploymentView, problems: Iterable[Problem]) -> str:
+    """Return the state of a deployment: that of its gravest problem, or else its status."""
+    name = application, deployment["name"]
+    states = [
+        each["state"] for each in problems if (each["application"], each["deployment"]) == name
+    ]
+    return next(filter(None, states), deployment["status"])
+
+
+def _words(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> list[Words]:
+    """Return the level, the text and the state of each problem of one deployment."""
+    found: list[Words] = []
     status, message = deployment["status"], deployment["message"]
     if status in BAD or message:
-        found.append(("bad" if status in BAD else "warn", message or f"it is {status}"))
+        found.append(("bad" if status in BAD else "warn", message or f"it is {status}", ""))
     for each in replicas:
-        found += [("bad", text) for text in _standing(each)]
-    found += [("warn", text) for text in _stalled(replicas)]
-    if deployment["queued"]:
-        waits = _count(deployment["queued"], "request waits", "requests wait")
-        running = deployment["replica_states"].get("RUNNING", 0)
+        found += [("bad", text, "STALLED") for text in _standing(each)]
+    found += [("warn", text, "") for text in _stalled(replicas)]
+    if is_held(deployment):
+        found.append(("bad", _held(deployment, replicas), "HELD"))
+    elif waiting := _waiting(deployment):
+        running = [each for each in replicas if each["state"] == "RUNNING"]
         slots = _count(deployment["slots"], "slot", "slots")
-        of = _count(running, "replica", "replicas")
-        found.append(
-            ("warn", f"{waits} for a slot; {deployment['ongoing']} run in {slots} of {of}")
-        )
+        of = _count(len(running), "replica", "replicas")
+        text = f"{waiting}; {deployment['ongoing']} run in {slots} of {of}. "
+        found.append(("warn", text + _advice(deployment, running), ""))
+    found += [("bad", text, "FAILING") for text in _failing(replicas)]
     if deployment["errors"]:
-        share = deployment["errors"] / max(deployment["rate"], deployment["errors"])
-        level = "bad" if share >= FAILING else "warn"
-        found.append((level, f"{share:.1%} of its requests failed in the last minute"))
+        found.append(_share(deployment, "errors", "of its requests failed"))
+    if deployment["left"]:
+        found.append(_share(deployment, "left", "of its clients left before their answer began"))
     if deployment["orphans"]:
         runs = _count(deployment["orphans"], "call runs", "calls run")
-        found.append(("warn", f"{runs} on although the client has left or the deadline has passed"))
+        text = f"{runs} on although the client has left or the deadline has passed"
+        found.append(("warn", text, ""))
     return found
 
 
-def _standing(replica: ReplicaNow) -> list[str]:
+def _share(deployment: DeploymentView, what: Literal["errors", "left"], words: str) -> Words:
+    share = deployment[what] / max(deployment["rate"], deployment[what])
+    text = f"{share:.1%} {words} in the last minute"
+    return ("bad", text, "FAILING") if share >= FAILING else ("warn", text, "")
+
+
+def is_held(deployment: DeploymentView) -> bool:
+    """Return whether other calls wait, or are turned away, while none of those in the slots ends.
+
+    Calls that usually take longer than `HELD_S` have that time, and a stream alone delays no call.
+    """
+    usual_s = (deployment["p99"] or 0.0) / 1e3
+    is_wanted = deployment["queued"] or deployment["refused"] or deployment["left"]
+    return bool(is_wanted and deployment["slots"]) and deployment["held_s"] >= max(
+        HELD_S, USUALLY * usual_s
+    )
+
+
+def _held(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> str:
+    """Return the words for slots whose calls do not end: their line, and the remedy."""
+    slots = _count(deployment["slots"], "slot is", "slots are")
+    text = f"{slots} held, and no call has ended for {deployment['held_s']:.0f} s"
+    if deployment["slots"] != 1:
+        text = f"all {text}"
+    if (found := _most(replicas)) is not None:
+        line, number, every, where = found
+        text += f"; {number} of {every} calls are at {place_of(line)}"
+        text += f" on the event loop of {where}" if where else ""
+    if waiting := _waiting(deployment):
+        text += f"; {waiting}"
+    return (
+        f"{text}. Find out what that line waits for, and give it a timeout; with a deadline "
+        "(request_timeout_s) callers get an answer meanwhile"
+    )
+
+
+def _waiting(deployment: DeploymentView) -> str:
+    """Return the words for the calls that wait, or are refused, for lack of a slot; "" for none."""
+    words = []
+    if deployment["queued"]:
+        waits = _count(deployment["queued"], "request waits", "requests wait")
+        words.append(f"{waits} for a slot")
+    if deployment["refused"]:
+        words.append(f"{deployment['refused']:.3g} requests a second are refused")
+    return ", ".join(words)
+
+
+def _most(
+    replicas: Sequence[ReplicaOfServer],
+) -> tuple[Line, int, int, str] | None:
+    """Return the line that most calls are at, their number, that of all, and a replica's name.
+
+    The name is for calls that all wait for one event loop, which stands at that line.
+    """
+    calls = [call for each in replicas for call in each["calls"]]
+    lines = [line for call in calls if (line := call["line"]) is not None]
+    if not lines:
+        return None
+    by_place = Counter((each["file"], each["line"]) for each in lines)
+    (place, number), *_ = by_place.most_common(1)
+    line = next(each for each in lines if (each["file"], each["line"]) == place)
+    on_loop = [each for each in replicas if each["loop"]["runs"] and each["loop"]["stands_ms"]]
+    is_one = number == 1 < len(calls) and len(on_loop) == 1
+    name = f"{on_loop[0]['deployment']}#{on_loop[0]['replica']}" if is_one else ""
+    return line, number, len(calls) + sum(each["more_calls"] for each in replicas), name
+
+
+def _advice(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> str:
+    """Return what to do against the overload of a deployment, from what its calls do now."""
+    loops = [each["loop"]["busy"] or 0.0 for each in replicas]
+    in_threads = sum(
+        len(pool["runs"]) for each in replicas for pool in (each["threads"], *each["lanes"])
+    )
+    awaiting = sum(call["where"] == "awaits" for each in replicas for call in each["calls"])
+    found = _most(replicas)
+    at = "" if found is None else f", most of them at {place_of(found[0])}"
+    if sum(loops) >= BUSY and sum(loops) >= BUSY * len(loops):
+        more = 'They compute: give them more cores, by isolation="process" or more workers'
+    elif awaiting > in_threads:
+        more = f"Its calls wait{at}: raise max_ongoing_requests, or num_replicas"
+    elif in_threads:
+        more = (
+            f"Its calls are in threads{at}: if they wait, raise max_ongoing_requests; if "
+            'they compute, num_replicas with isolation="process"'
+        )
+    else:
+        more = "Raise num_replicas or max_ongoing_requests"
+    if not deployment["is_bounded"]:
+        more += "; with max_queued_requests or a deadline, callers beyond that are refused at once"
+    return more
+
+
+def _failing(replicas: Sequence[ReplicaOfServer]) -> list[str]:
+    """Return the words for each replica that fails far more of its calls than the others do."""
+    found = []
+    for each in replicas:
+        others = [one for one in replicas if one is not each and one["rate"]]
+        rate = sum(one["rate"] for one in others)
+        if each["errors"] < FEW or not rate:
+            continue
+        share = each["errors"] / max(each["rate"], each["errors"])
+        of_others = sum(one["errors"] for one in others) / rate
+        if share >= FAILING and share > WORSE * of_others:
+            name = f"{each['deployment']}#{each['replica']}"
+            process = f" in process {each['pid']}" if each["pid"] else ""
+            found.append(
+                f"{name}{process} fails {share:.0%} of its calls, the other "
+                f"{_count(len(others), 'replica', 'replicas')} {of_others:.1%}; a check_health "
+                "that tests what its calls need would have it replaced"
+            )
+    return found
+
+
+def _standing(replica: ReplicaOfServer) -> list[str]:
     name = f"{replica['deployment']}#{replica['replica']}"
     stands_ms = replica["loop"]["stands_ms"]
     if stands_ms and all(each["is_over"] for each in replica["stalls"]):
@@ -96,7 +242,7 @@ def _standing(replica: ReplicaNow) -> list[str]:
     ]
 
 
-def _stalled(replicas: Sequence[ReplicaNow]) -> list[str]:
+def _stalled(replicas: Sequence[ReplicaOfServer]) -> list[str]:
     now = time()
     recent = [
         stall
@@ -116,11 +262,16 @@ def _at(stall: StallOfLoop) -> str:
     line = stall["line"]
     if line is None:
         return ""
-    source = f": {line['source']}" if line["source"] else ""
     if stall["reason"] == "gil":
         return f", waiting for the GIL while {', '.join(stall['holders'][:2])} ran"
     method = f" in {stall['method']}" if stall["method"] else ""
-    return f", at {os.path.basename(line['file'])}:{line['line']}{method}{source}"
+    return f", at {place_of(line, method)}"
+
+
+def place_of(line: Line, method: str = "") -> str:
+    """Return a line of code in words: its file, its number and its source."""
+    source = f": {line['source']}" if line["source"] else ""
+    return f"{os.path.basename(line['file'])}:{line['line']}{method}{source}"
 
 
 def _count(number: int, one: str, many: str) -> str:

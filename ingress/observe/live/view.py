@@ -27,27 +27,19 @@ from ingress.observe.live.documents import (
     RouteView,
     View,
 )
-from ingress.observe.live.history import Route
-from ingress.observe.live.problems import SILENT, all_healthy, problems_of
+from ingress.observe.live.history import NO_RATES, Route, of_replica
+from ingress.observe.live.problems import SILENT, all_healthy, problems_of, state_of
 
 GRAVEST = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DEPLOYING", "UPDATING", "NOT_STARTED")
 ROUTES = 500
 ENDED = 50
-
-_NO_RATES: Rates = {
-    "rate": 0.0,
-    "errors": 0.0,
-    "p50": None,
-    "p95": None,
-    "p99": None,
-    "mean": None,
-}
 
 
 def view_of(
     parts: Sequence[Part],
     absent: Mapping[int, str],
     rates: Mapping[Route, Rates],
+    refused: Mapping[Deployment, float],
     span_s: float,
     recent: Mapping[Deployment, Recent],
     url: str | None = None,
@@ -56,18 +48,19 @@ def view_of(
 
     `absent` has the reason for each process without a part, such as `SILENT`, by id.
     """
-    replicas: list[ReplicaOfServer] = [
-        {**each, "process": part["pid"]} for part in parts for each in part["replicas"]
-    ]
+    replicas = [_replica(each, part["pid"], rates) for part in parts for each in part["replicas"]]
     applications = [
-        _application(name, parts, replicas, rates, recent)
+        _application(name, parts, replicas, rates, refused, recent)
         for name in dict.fromkeys(name for part in parts for name in part["applications"])
     ]
     problems = problems_of(absent, applications, replicas)
+    for application in applications:
+        for each in application["deployments"]:
+            each["state"] = state_of(application["name"], each, problems)
     routes: list[RouteView] = [
         {"application": app, "deployment": deployment, "route": route, **each}
         for (app, deployment, route), each in rates.items()
-        if route
+        if route and not route.startswith("#")
     ]
     routes.sort(key=lambda each: -each["rate"])
     slowest = [{**each, "process": part["pid"]} for part in parts for each in part["slowest"]]
@@ -83,7 +76,9 @@ def view_of(
         "workers": [part["pid"] for part in parts],
         "silent": [pid for pid, reason in absent.items() if reason == SILENT],
         "span_s": round(span_s, 1),
-        "is_healthy": bool(parts) and not absent and all_healthy(statuses, of_deployments),
+        "is_healthy": bool(parts)
+        and all_healthy(statuses, of_deployments)
+        and all(each["level"] != "bad" for each in problems),
         "problems": problems,
         "applications": applications,
         "routes": routes[:ROUTES],
@@ -94,11 +89,18 @@ def view_of(
     }
 
 
+def _replica(now: ReplicaNow, pid: int, rates: Mapping[Route, Rates]) -> ReplicaOfServer:
+    route = now["application"], now["deployment"], of_replica(pid, now["replica"])
+    own = rates.get(route, NO_RATES)
+    return {**now, "process": pid, "rate": own["rate"], "errors": own["errors"]}
+
+
 def _application(
     name: str,
     parts: Sequence[Part],
     replicas: Sequence[ReplicaNow],
     rates: Mapping[Route, Rates],
+    refused: Mapping[Deployment, float],
     recent: Mapping[Deployment, Recent],
 ) -> ApplicationView:
     found = [part["applications"][name] for part in parts if name in part["applications"]]
@@ -122,7 +124,8 @@ def _application(
                     if (one["application"], one["deployment"], one["state"])
                     == (name, each, "RUNNING")
                 ),
-                rates.get((name, each, ""), _NO_RATES),
+                rates.get((name, each, ""), NO_RATES),
+                refused.get((name, each), 0.0),
                 recent.get((name, each), {"rate": [], "p99": []}),
             )
             for each in names
@@ -136,6 +139,7 @@ def _deployment(
     counts: Sequence[Counters],
     slots: int,
     rates: Rates,
+    refused: float,
     recent: Recent,
 ) -> DeploymentView:
     states: Counter[str] = Counter()
@@ -143,7 +147,8 @@ def _deployment(
         states.update(each["replica_states"])
     return {
         "name": name,
-        "status": _gravest(found),
+        "status": (status := _gravest(found)),
+        "state": status,
         "status_trigger": found[0]["status_trigger"],
         "message": _joined(found),
         "replica_states": dict(states),
@@ -152,6 +157,9 @@ def _deployment(
         "queued": sum(each["queued"] for each in counts),
         "ongoing": sum(each["ongoing"] for each in counts),
         "requests": sum(each["requests"] for each in counts),
+        "refused": round(refused, 3),
+        "held_s": round(max((each["held_s"] for each in counts), default=0.0), 1),
+        "is_bounded": any(each["is_bounded"] for each in found),
         **rates,
         "recent": recent,
     }

@@ -514,10 +514,11 @@ class RunningApplication:
             status = ApplicationStatus.UNHEALTHY
         return ApplicationStatusOverview(status, self.message, self.deployed_at_s, deployments)
 
-    def condition(self) -> Condition:
+    def condition(self, not_ready_after_s: float | None = None) -> Condition:
         """Return which deployments are unhealthy, or not ready. Thread-safe.
 
-        Only names and states: any client may see them, and `trouble` quotes user code.
+        One whose calls have held all slots for `not_ready_after_s` is not ready. Only names and
+        states: any client may see them, and `trouble` quotes user code.
         """
         unhealthy, without = [], []
         for each in list(self.deployments.values()):
@@ -526,6 +527,8 @@ class RunningApplication:
                 unhealthy.append(f"{name} is unhealthy")
             if not each.is_ready():
                 without.append(f"{name} has no replica that serves")
+            elif not_ready_after_s and (held_s := each.router.held_s()) >= not_ready_after_s:
+                without.append(f"{name}: all slots are held, no call has ended for {held_s:.0f} s")
         return Condition("; ".join(unhealthy), "; ".join(without))
 
     @property

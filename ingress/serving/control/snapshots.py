@@ -62,6 +62,7 @@ def _add_router(found: DeploymentSnapshot, router: Router) -> None:
     found.rejected, found.shed = router.num_rejected, router.num_shed
     found.retries, found.expired = router.num_retries, router.num_expired
     found.http = http_counts(router.http)
+    found.held_s = router.held_s()
 
 
 def http_counts(counts: HTTPCounts) -> list[HTTPCount]:

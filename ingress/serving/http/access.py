@@ -96,7 +96,7 @@ class AccessLine:
         if reply is not None:
             call, metadata = reply.call, reply.call.metadata
             application, deployment = metadata.deployment.app_name, metadata.deployment.name
-            route = self._route(metadata.route)
+            route = self._route(reply)
             if metadata.multiplexed_model_id:
                 model_id = printable(metadata.multiplexed_model_id)
             self.request_id = metadata.request_id
@@ -133,11 +133,12 @@ class AccessLine:
             fields["path"] = path
         _logger.handle(record)
 
-    def _route(self, prefix: str) -> str:
-        template = None if self.scope is None else route_template(self.scope)
-        if template is None:
+    def _route(self, reply: Reply) -> str:
+        """Return the route, also of a request that no endpoint has seen; "" for none."""
+        if self.scope is None:
             return ""
-        return prefix.rstrip("/") + template
+        template = route_template(self.scope) or reply.router.templates.find(self.scope)
+        return reply.call.metadata.route.rstrip("/") + template if template else ""
 
 
 def note_reply(send: Send, reply: Reply) -> None:

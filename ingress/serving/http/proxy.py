@@ -169,7 +169,9 @@ class HTTPProxy:
             refused = router.turns_away(metadata.deadline)
             if refused is not None:
                 method, status = scope["method"], refused.status_code
-                router.http.of(get_ident(), prefix, method, status).add(0.0)
+                seen = {"path": scope["path"], "root_path": root_path + prefix.rstrip("/")}
+                label = router.templates.label(seen, prefix)
+                router.http.of(get_ident(), label, method, status).add(0.0)
                 return send_refusal(refused, metadata.request_id, send)
         # What user code gets: with the request's id, and without a mounting app.
         inner: Scope = {**scope, "asgi": ASGI, "headers": headers}

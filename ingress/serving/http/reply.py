@@ -492,7 +492,8 @@ class Reply:
         which may have found this reply just before: it finds a call that is settled.
         """
         call, self.call = self.call, _SETTLED
-        route = self.work.route_label
+        work = self.work
+        route = work.label(call) if work.scope else work.route_label
         del self.work
         if scope is None:
             return

@@ -209,6 +209,14 @@ class HTTPWork(Work):
 
     # Names.
 
+    def label(self, call: Call) -> str:
+        """Return the route that the request is counted under, also before an endpoint sees it.
+
+        Thread-safe. Race with the user loop, which drops the scope when its code has ended.
+        """
+        scope, route = self.scope, call.metadata.route
+        return self.reply.router.templates.label(scope, route) if scope else self.route_label
+
     def route(self, call: Call) -> str:
         """Return the prefix, with the endpoint's path template once found. Thread-safe."""
         if not self._template:
@@ -225,10 +233,10 @@ class HTTPWork(Work):
         return self._kind
 
     def title(self, call: Call) -> str:
-        """Return the HTTP method and the template as far as it is known. Thread-safe."""
+        """Return the HTTP method and the template, also before the route is found. Thread-safe."""
         if self._method:  # user code has ended, and the scope is gone
             return f"{self._method} {self.route_label}"
-        return f"{self.scope.get('method', 'WS')} {self.route(call)}"
+        return f"{self.scope.get('method', 'WS')} {self.label(call)}"
 
 
 def _has_length(start: Message) -> bool:

@@ -110,6 +110,18 @@ class Router:
         """The number of calls that wait for a slot: `serve_deployment_queued_queries`."""
         return len(self._waiting) + len(self._resting)
 
+    def held_s(self) -> float:
+        """Return for how many seconds the same calls have held all slots; 0.0 if one is free.
+
+        A call that ends frees its slot, or gives it to the next: if all are held, none has ended
+        since the last slot was given.
+        """
+        with self._lock:
+            slots = [each.slots for each in self.replicas]
+            if not self._holders or any(each.ongoing < each.max_ongoing for each in slots):
+                return 0.0
+            return monotonic() - max(each.assigned_at for each in self._holders)
+
     @property
     def num_ongoing(self) -> int:
         return sum(replica.slots.ongoing for replica in self.replicas)
