@@ -35,9 +35,9 @@ from ingress.core.base.counters import Latency
 from ingress.core.base.settings import STALL_THRESHOLD_MS
 from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.core.calls.loops import EventLoopThread
-from ingress.telemetry.watchdog import WATCHDOG, StallReason
+from ingress.telemetry.watchdog import WATCHDOG, Stall, StallReason
 from ingress.telemetry.watchdog.loop_probe import LoopProbe, Runner, Sample
-from ingress.telemetry.watchdog.records import StallLog
+from ingress.telemetry.watchdog.records import StallLog, WorstStalls
 from ingress.telemetry.watchdog.sampler import Sampler
 from ingress.telemetry.watchdog.stacks import Place, Stack, context_of
 from tests.fakes import together
@@ -925,3 +925,97 @@ print("over", gc.isenabled())
 def test_looking_at_threads_never_waits_for_one_that_starts_another() -> None:
     command = [sys.executable, "-c", STARTS_AND_LOOKS]
     assert subprocess.check_output(command, timeout=PATIENCE_S) == b"over True\n"
+
+
+STARVING = """
+import os, subprocess, sys, time
+import ingress as serve
+
+@serve.deployment
+class Api:
+    async def __call__(self) -> None:
+        until = time.thread_time() + 0.03
+        while time.thread_time() < until:
+            pass
+
+    async def naps(self) -> None:
+        time.sleep(0.3)  # the nap
+
+handle = serve.run(Api.bind(), route_prefix=None)
+handle.remote().result()
+every = os.sched_getaffinity(0)
+only = {min(every)}
+code = f"import os; os.sched_setaffinity(0, {only}); print(1, flush=True)\\nwhile True: pass"
+others = [
+    subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(16)
+]
+for each in others:
+    each.stdout.readline()
+threads = [int(each) for each in os.listdir("/proc/self/task")]
+for thread in threads:
+    os.sched_setaffinity(thread, only)
+for _ in range(3):
+    handle.remote().result()
+for each in others:
+    each.kill()
+    each.wait()
+    each.stdout.close()
+for thread in threads:
+    os.sched_setaffinity(thread, every)
+found = serve.stalls()
+print(len(found), {str(each.reason) for each in found}, {each.place.line for each in found})
+handle.naps.remote().result()
+last = found[-1]
+while last == found[-1] or not last.is_over:
+    time.sleep(0.01)
+    last = serve.stalls()[-1]
+print(last.reason, last.place.function)
+serve.shutdown()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the wait for a processor")
+def test_a_loop_without_a_processor_is_starved_and_its_line_is_not_to_blame(tmp_path: Path) -> None:
+    write_module(tmp_path, "starving", STARVING)
+    with process([sys.executable, "starving.py"], tmp_path, environment(tmp_path)) as child:
+        assert child.wait() == 0
+    first, last = [line for line in child.output.splitlines() if not line.startswith("The event")]
+
+    assert int(first.split()[0]) >= 1
+    assert first.endswith("{'starved'} {0}")
+    assert last == "blocked Api.naps"
+    assert "it was ready to run and had no processor, as other processes had the" in child.output
+
+
+def test_the_worst_stall_of_a_line_is_kept_with_how_often_it_stalled() -> None:
+    def stall(at_s: float, ms: float, line: int = 7, waited: int = 1) -> Stall:
+        names = "Loop", "app", "Api", "0", "Api.naps"
+        place = Place("users.py", line, "Api.naps")
+        return Stall(at_s, ms, StallReason.BLOCKED, *names, (), place, waited)
+
+    worst, now = WorstStalls(), 10_000.0
+    worst.add(stall(now - 1_000, 60_000.0))  # more than a quarter of an hour ago
+    worst.add(stall(now - 300, 5_000.0, waited=40))
+    for _ in range(6):
+        worst.add(stall(now - 5, 300.0))
+    worst.add(stall(now - 5, 400.0, line=8))
+
+    [longest, other] = worst.since(now - 900)
+    assert (longest.times, longest.longest.duration_ms, longest.waited) == (7, 5_000.0, 40)
+    assert (other.times, other.longest.place.line) == (1, 8)
+    minute = {each.longest.place.line: each for each in worst.since(now - 60)}
+    assert (minute[7].times, minute[7].longest.duration_ms, minute[7].waited) == (6, 300.0, 1)
+
+
+def test_stalls_of_several_processes_are_counted_once_each(switch_interval: None) -> None:
+    worst = WorstStalls()
+    names = "Loop", "app", "Api", "0", "Api.naps"
+
+    def add(number: int) -> None:
+        for _ in range(200):
+            place = Place("users.py", 7, "Api.naps")
+            worst.add(Stall(10_000.0, 1.0, StallReason.BLOCKED, *names, (), place, number))
+
+    together(*(partial(add, number) for number in range(4)))
+    [found] = worst.since(9_000.0)
+    assert (found.times, found.waited) == (800, 3)

@@ -214,8 +214,8 @@ def _last_stall(stalls: Iterable[StallOfLoop]) -> Text:
     for each in stalls:
         line = each["line"]
         at = f" {os.path.basename(line['file'])}:{line['line']}" if line else ""
-        gil = " GIL" if each["reason"] == "gil" else ""
-        return Text(f"{milliseconds(each['ms'])}{gil}{at}")
+        why = {"gil": " GIL", "starved": " no processor"}.get(each["reason"], "")
+        return Text(f"{milliseconds(each['ms'])}{why}{at}")
     return Text("")
 
 

@@ -30,6 +30,7 @@ def snapshot_of(engine: LocalEngine) -> Snapshot:
     name = engine.http.command_line.process
     found.processes.append(process_snapshot(name, pid))
     found.processes[0].gil_wait_s = GIL_PRESSURE.waited_s
+    found.processes[0].processor_wait_s = WATCHDOG.processor_wait_s
     running = dict(engine.applications)
     for each, overview in engine.apps.overviews().items():
         start = engine.apps.starting.get(each)

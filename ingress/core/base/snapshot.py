@@ -163,6 +163,7 @@ class ProcessSnapshot:
                 "worker-1/default/Model#0"
     cpu_s       seconds of CPU time so far
     gil_wait_s  seconds by which the watchdog woke late because other threads held the GIL
+    processor_wait_s  seconds for which the watchdog was ready to run and had no processor
     """
 
     name: str
@@ -171,6 +172,7 @@ class ProcessSnapshot:
     cpu_s: float = 0.0
     threads: int = 0
     gil_wait_s: float = 0.0
+    processor_wait_s: float = 0.0
 
 
 @dataclass(slots=True)

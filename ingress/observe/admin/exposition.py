@@ -62,6 +62,7 @@ def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
             (f.CPU, process.cpu_s),
             (f.THREADS, process.threads),
             (f.GIL_WAIT, process.gil_wait_s),
+            (f.PROCESSOR_WAIT, process.processor_wait_s),
         )
     lines.add(_labels(state="ready"), (f.WORKERS, len(snapshot.workers)))
     lines.add(_labels(state="silent"), (f.WORKERS, len(snapshot.silent)))

@@ -269,6 +269,12 @@ GIL_WAIT = Family(
     ("process",),
     "Seconds by which the watchdog woke late, as other threads held the GIL; 0 while it is off.",
 )
+PROCESSOR_WAIT = Family(
+    "ingress_processor_wait_seconds_total",
+    COUNTER,
+    ("process",),
+    "Seconds for which the watchdog was ready to run and had no processor; 0 if not on Linux.",
+)
 WORKERS = Family(
     "ingress_workers", GAUGE, ("state",), 'Processes that serve: "ready", or "silent".'
 )

@@ -48,6 +48,22 @@ class StallOfLoop(TypedDict):
     imports: str
     line: Line | None
     holders: list[str]
+    scarcity: str
+
+
+class StallsIn(TypedDict):
+    """The stalls at one line in some time: how often, the longest, the most that waited for one."""
+
+    times: int
+    ms: float
+    waited: int
+
+
+class StallsOfLine(StallOfLoop):
+    """The longest stall at a line in 15 minutes, and all of them in that time and in a minute."""
+
+    minute: StallsIn | None
+    quarter: StallsIn
 
 
 class Named(TypedDict):
@@ -122,6 +138,7 @@ class ReplicaNow(TypedDict):
     calls: list[RunningCall]
     more_calls: int
     stalls: list[StallOfLoop]
+    worst: list[StallsOfLine]
 
 
 class ReplicaOfServer(ReplicaNow):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from time import time
 from typing import Literal
 
 from ingress.observe.live.documents import (
@@ -23,11 +22,12 @@ from ingress.observe.live.documents import (
     Problem,
     ReplicaOfServer,
     StallOfLoop,
+    StallsIn,
+    StallsOfLine,
 )
 
 BAD = ("DEPLOY_FAILED", "UNHEALTHY")
 SILENT = "does not answer"
-STALLED_S = 60.0
 FAILING = 0.05  # share of requests without a good answer that is bad
 HELD_S = 3.0
 """Seconds for which all slots may be held, and no call ends, while others wait."""
@@ -243,23 +243,36 @@ def _standing(replica: ReplicaOfServer) -> list[str]:
 
 
 def _stalled(replicas: Sequence[ReplicaOfServer]) -> list[str]:
-    now = time()
-    recent = [
-        stall
-        for each in replicas
-        for stall in each["stalls"]
-        if stall["is_over"] and now - stall["at"] < STALLED_S
-    ]
-    if not recent:
+    """Return the words for the lines that have stalled event loops in the last minute.
+
+    The line with the longest stall, and what else there was. A deployment's replicas have most
+    lines in common.
+    """
+    by_line: dict[tuple[object, ...], list[tuple[StallsOfLine, StallsIn]]] = {}
+    for each in replicas:
+        for worst in each["worst"]:
+            if (minute := worst["minute"]) is not None:
+                line = worst["line"] or {"file": "", "line": 0}
+                key = (worst["reason"], line["file"], line["line"])
+                by_line.setdefault(key, []).append((worst, minute))
+    if not by_line:
         return []
-    longest = max(recent, key=lambda each: each["ms"])
-    times = "once" if len(recent) == 1 else f"{len(recent)} times or more"
-    text = f"an event loop stalled {times} in the last minute, for up to"
-    return [f"{text} {longest['ms']:.0f} ms{_at(longest)}"]
+    longest = max(by_line.values(), key=lambda found: max(minute["ms"] for _, minute in found))
+    times = sum(minute["times"] for _, minute in longest)
+    waited = max(minute["waited"] for _, minute in longest)
+    text = f"an event loop stalled {'once' if times == 1 else f'{times} times'} in the last minute"
+    text += f", for up to {max(minute['ms'] for _, minute in longest):.0f} ms{_at(longest[0][0])}"
+    if waited:
+        text += f"; up to {_count(waited, 'request', 'requests')} waited"
+    if len(by_line) > 1:
+        text += f"; and at {_count(len(by_line) - 1, 'other line', 'other lines')}"
+    return [text]
 
 
 def _at(stall: StallOfLoop) -> str:
     line = stall["line"]
+    if stall["reason"] == "starved":
+        return f", ready to run without a processor, as {stall['scarcity']}"
     if line is None:
         return ""
     if stall["reason"] == "gil":

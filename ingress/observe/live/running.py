@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time
 from types import FrameType
 
 from ingress.core.calls.call import CURRENT_CALL, Call
@@ -30,6 +30,8 @@ from ingress.observe.live.documents import (
     ReplicaNow,
     RunningCall,
     StallOfLoop,
+    StallsIn,
+    StallsOfLine,
     ThreadRun,
     Threads,
 )
@@ -37,6 +39,7 @@ from ingress.serving.replicas.host import Host, Isolation
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.watchdog import WATCHDOG, Stall, StallReason
 from ingress.telemetry.watchdog.clocks import ThreadClocks
+from ingress.telemetry.watchdog.records import SPAN_S, Stalls
 from ingress.telemetry.watchdog.stacks import (
     NOWHERE,
     Place,
@@ -56,6 +59,11 @@ STOOD_S = 1.0  # four heartbeats of a child
 
 STALLS = 5
 """Number of recent stalls of a replica that are listed."""
+
+WORST = 10
+"""Number of lines of a replica that are listed with their longest stall."""
+
+MINUTE_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -82,12 +90,18 @@ class Running:
         threads = {each.ident: each for each in threading.enumerate() if each.ident is not None}
         loops = {id(each): each.host.thread or WATCHDOG.thread_of(each.loop) for each in replicas}
         busy = self._busy(set(loops.values()) - {0}, now)
-        stalls: dict[tuple[str, str, str], list[Stall]] = {}
+        stalls: dict[Whose, list[Stall]] = {}
         for stall in WATCHDOG.stalls():
-            whose = (stall.application, stall.deployment, stall.replica)
             # The names are given again, if an application is deleted and deployed anew.
             if stall.began_at_s >= deployed_at_s.get(stall.application, 0.0):
-                stalls.setdefault(whose, []).append(stall)
+                stalls.setdefault(_whose(stall), []).append(stall)
+        worst: dict[Whose, list[StallsOfLine]] = {}
+        minute = {_line_of(each): each for each in WATCHDOG.worst(time() - MINUTE_S)}
+        for line in WATCHDOG.worst(time() - SPAN_S):
+            stall = line.longest
+            if stall.began_at_s >= deployed_at_s.get(stall.application, 0.0):
+                found = _stalls_of_line(line, minute.get(_line_of(line)))
+                worst.setdefault(_whose(stall), []).append(found)
         try:
             return [
                 _Look(
@@ -97,6 +111,7 @@ class Running:
                     loops[id(each)],
                     busy.get(loops[id(each)]),
                     stalls.get((here.app_name, here.deployment, here.replica_tag), []),
+                    worst.get((here.app_name, here.deployment, here.replica_tag), []),
                     now,
                 ).as_json()
                 for each in replicas
@@ -129,6 +144,7 @@ class _Look:
     _ident: int
     _busy: float | None
     _stalls: list[Stall]
+    _worst: list[StallsOfLine]
     _now: float
     # The thread and the line of calls that run.
     _at: dict[Call, tuple[str, Place]] = field(default_factory=dict)
@@ -163,6 +179,7 @@ class _Look:
             "calls": [self._call(*each) for each in calls[:CALLS]],
             "more_calls": max(0, len(calls) - CALLS),
             "stalls": [stall_as_json(each) for each in self._stalls[-STALLS:]][::-1],
+            "worst": self._worst[:WORST],
         }
 
     def _loop(self) -> Loop:
@@ -240,6 +257,32 @@ class _Look:
         }
 
 
+Whose = tuple[str, str, str]
+"""An application, a deployment and a replica."""
+
+
+def _whose(stall: Stall) -> Whose:
+    return stall.application, stall.deployment, stall.replica
+
+
+def _line_of(stalls: Stalls) -> tuple[object, ...]:
+    stall = stalls.longest
+    return *_whose(stall), stall.reason, stall.place.file, stall.place.line
+
+
+def _stalls_of_line(quarter: Stalls, minute: Stalls | None) -> StallsOfLine:
+    return {
+        **stall_as_json(quarter.longest),
+        "minute": None if minute is None else _in_words(minute),
+        "quarter": _in_words(quarter),
+    }
+
+
+def _in_words(stalls: Stalls) -> StallsIn:
+    ms = round(stalls.longest.duration_ms, 1)
+    return {"times": stalls.times, "ms": ms, "waited": stalls.waited}
+
+
 def stood_s(host: Host) -> float:
     """Return the seconds for which the user loop of a process has not turned."""
     standing = host.standing()
@@ -273,4 +316,5 @@ def stall_as_json(stall: Stall) -> StallOfLoop:
         "holders": [each.thread for each in stall.holders]
         if stall.reason is StallReason.GIL
         else [],
+        "scarcity": stall.scarcity,
     }

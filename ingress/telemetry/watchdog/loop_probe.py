@@ -18,6 +18,7 @@ from ingress.core.base.libraries import is_ours
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import mailbox_of, running_loop
 from ingress.telemetry.watchdog import stacks
+from ingress.telemetry.watchdog.clocks import ProcessorWait
 from ingress.telemetry.watchdog.records import Holder, Stall, StallReason
 from ingress.telemetry.watchdog.stacks import Stack
 
@@ -81,7 +82,9 @@ class LoopProbe:
 
     While a heartbeat is unanswered, `asked_at` is the time when it was sent, by `monotonic`.
     `clocks` are the run times of the threads at that time. `samples` and `waited` were collected
-    since. `starved_s` is the time in which the watchdog itself waited for the GIL.
+    since. `starved_s` is the time in which the watchdog itself waited for the GIL, `scarce_s` that
+    in which it had no processor. `processors` are the waits of the loop's thread at the first
+    sample.
     """
 
     __slots__ = (
@@ -93,7 +96,9 @@ class LoopProbe:
         "clocks",
         "loop",
         "owners",
+        "processors",
         "samples",
+        "scarce_s",
         "see_at",
         "starved_s",
         "thread_id",
@@ -128,7 +133,8 @@ class LoopProbe:
         """Forget the samples of the last heartbeat."""
         self.samples: list[Sample] = []
         self.waited = 0
-        self.starved_s = self.see_at = 0.0
+        self.starved_s = self.scarce_s = self.see_at = 0.0
+        self.processors: ProcessorWait | None = None
         self.was_reported = self.was_traced = self.was_logged = False
         self.clocks = clocks
 
@@ -166,6 +172,21 @@ class LoopProbe:
         owners = list(self.owners)
         return owners[0].context if replica is None and len(owners) == 1 else replica
 
+    def _scarcity(self, took_s: float, mine_s: float, native: int | None) -> str:
+        """Return why the loop's thread had no processor for most of a stall; "" if it had one.
+
+        Of the time in which it did not run, it was in the system's run queue, and neither waited
+        for the GIL nor in user code. Or it waited for the GIL, whose holder had no processor; the
+        watchdog, at times, is that holder. The loop's thread ran for `mine_s`.
+        """
+        before, wait = self.processors, ProcessorWait()
+        if before and native and (now := ProcessorWait.read(native)):
+            wait = now.since(before)
+        is_scarce = wait.waited_s > (wait.at - mine_s) / 2 or self.scarce_s >= took_s / 2
+        if not is_scarce and self.starved_s and wait.ran_s < wait.at / 2:
+            is_scarce = wait.waited_s + self.scarce_s > wait.at / 2
+        return str(wait) if is_scarce and mine_s <= took_s / 2 else ""
+
     def judge(
         self, took_s: float, runners: list[Runner], *, is_over: bool = True
     ) -> tuple[Stall | None, Sample | None]:
@@ -174,9 +195,16 @@ class LoopProbe:
         Both are `None` if no code in particular kept the loop busy, or if no thread of this process
         delayed it because the system ran other processes.
         """
-        if (verdict := self._verdict(took_s, runners)) is None:
+        threads = {each.ident: each for each in threading.enumerate()}
+        thread = threads.get(self.thread_id)
+        mine_s = sum(each.ran_s for each in runners if each.ident == self.thread_id)
+        scarcity = self._scarcity(took_s, mine_s, None if thread is None else thread.native_id)
+        if scarcity:
+            reason, same, others = StallReason.STARVED, list[Sample](), list[Runner]()
+        elif (verdict := self._verdict(took_s, runners)) is None:
             return None, None
-        reason, same, others = verdict
+        else:
+            reason, same, others = verdict
         best: Sample | None = None
         stack = others[0].stack if others else stacks.EMPTY
         if same:
@@ -187,7 +215,7 @@ class LoopProbe:
             if stack.imports:
                 reason = StallReason.IMPORT
         replica = self.replica_of(None if best is None else best.context)
-        names = {each.ident: each.name for each in threading.enumerate()}
+        names = {ident: each.name for ident, each in threads.items()}
         name = names.get(self.thread_id, "a thread")
         if replica is not None and name != str(replica.replica_id):
             name = f"{replica.replica_id} ({name})"
@@ -212,6 +240,7 @@ class LoopProbe:
             imports=stack.imports if reason is StallReason.IMPORT else "",
             stack=stack.lines,
             is_over=is_over,
+            scarcity=scarcity,
         )
         return stall, best
 

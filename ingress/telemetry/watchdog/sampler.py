@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import Context
 from math import inf
+from threading import get_native_id
 from time import monotonic, thread_time
 from types import FrameType
 
@@ -18,9 +19,15 @@ from ingress.core.base.counters import Latency
 from ingress.core.calls.tracing import TRACING, note_stall
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
 from ingress.telemetry.watchdog import stacks
-from ingress.telemetry.watchdog.clocks import ENOUGH_WAITS, GILWait, ThreadClocks
+from ingress.telemetry.watchdog.clocks import (
+    ENOUGH_WAITS,
+    GILWait,
+    ProcessorWait,
+    ThreadClocks,
+    processor_wait_s,
+)
 from ingress.telemetry.watchdog.loop_probe import LoopProbe, Runner
-from ingress.telemetry.watchdog.records import StallLog
+from ingress.telemetry.watchdog.records import StallLog, StallReason
 from ingress.telemetry.watchdog.stacks import Stack
 
 _LONG = 50  # times the threshold; then a stall is logged while it lasts, and again at its end
@@ -31,6 +38,7 @@ _SAMPLE_S = 0.01  # between samples of a stalled loop, or a twentieth of the sta
 _SHARE = 0.01  # of one processor, at most, for any number of threads
 _AVERAGE = 16  # looks
 _MANY = 100  # threads; above, only the clocks of threads that seem to run are read
+_SCARCE_S = 0.001  # that a look waits for a processor: others compete for them
 _HOLDS = 0.1  # share of a stall that all runners need, and each of the longest runner's time
 
 Frames = Mapping[int, FrameType]
@@ -40,8 +48,8 @@ class Sampler:
     """The watchdog's looks at its loops. Owned by the watchdog's thread."""
 
     __slots__ = (
-        "_clocks", "_cost_s", "_due", "_gil", "_log", "_look_s", "_looked_at", "_loops",
-        "_standing", "_threads", "_threshold_s",
+        "_clocks", "_cost_s", "_due", "_gil", "_log", "_look_s", "_looked_at", "_loops", "_native",
+        "_scarce_until", "_standing", "_threads", "_threshold_s", "_waited_s",
     )  # fmt: skip
 
     def __init__(self, threshold_s: float, log: StallLog) -> None:
@@ -51,6 +59,9 @@ class Sampler:
         self._threads = ThreadClocks()
         self._clocks: dict[int, float] = {}
         self._gil = GILWait()
+        self._native = get_native_id()
+        self._waited_s = processor_wait_s(self._native) or 0.0
+        self._scarce_until = 0.0
         self._due = inf
         self._looked_at = 0.0
         self._cost_s = 0.0
@@ -76,7 +87,14 @@ class Sampler:
         if waited_for_gil and late_s >= self._look_s:  # longer than one turn
             for each in loops:
                 each.starved_s += late_s
-        if late_s >= self._threshold_s:
+        waited_s = processor_wait_s(self._native) or 0.0
+        scarce_s, self._waited_s = waited_s - self._waited_s, waited_s
+        self._log.processor_wait_s = waited_s
+        if scarce_s >= _SCARCE_S:
+            self._scarce_until = now + 1.0
+        for each in loops:
+            each.scarce_s += scarce_s
+        if late_s >= self._threshold_s and scarce_s < late_s / 2:
             if waited_for_gil:
                 self._all_stood(frames, before, late_s)
             else:
@@ -126,11 +144,13 @@ class Sampler:
         return min(max(next_s, _SHORTEST_PAUSE_S), self._look_s)
 
     def _look_at(self, loop: LoopProbe, frames: Frames) -> None:
+        now = monotonic()
         if loop.asked_at is not None:
-            now = monotonic()
             answered_at = loop.answered_at  # read once: the answer may come at any time
             if answered_at is None and loop.loop.is_running():
                 stood_s = now - loop.asked_at
+                if loop.processors is None:
+                    self._read_processors(loop)
                 if now >= loop.see_at and (frames or gil.is_on()):
                     loop.see(frames.get(loop.thread_id))
                     apart_s = max(_SAMPLE_S, stood_s / 20)
@@ -150,7 +170,13 @@ class Sampler:
         waits = loop.is_idle(frames.get(loop.thread_id)) if gil.is_on() else not loop.ongoing
         if loop.loop.is_running() and not waits:
             loop.begin(self._clocks)
+            if now < self._scarce_until:  # else it costs too much for each heartbeat
+                self._read_processors(loop)
             loop.ask()
+
+    def _read_processors(self, loop: LoopProbe) -> None:
+        if native := self._threads.native(loop.thread_id):
+            loop.processors = ProcessorWait.read(native)
 
     def _trace(self, loop: LoopProbe, frames: Frames, stood_s: float) -> None:
         """Tell the span of the request that blocks the loop of that: later, the span has ended."""
@@ -206,9 +232,9 @@ class Sampler:
         context = None if best is None else best.context
         replica = loop.replica_of(context)
         if is_over:
-            self._log.recent.append(stall)
+            self._log.keep(stall)
             for owner in list(loop.owners):
-                if owner.context is replica:
+                if owner.context is replica and stall.reason is not StallReason.STARVED:
                     owner.stalls.setdefault(stall.method, Latency()).add(stall.duration_ms)
         # Stalls that delay no request are not logged, such as a task at start-up; nor are stalls in
         # a debugger.

@@ -16,7 +16,7 @@ from ingress.core.base.signals import handling
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
 from ingress.telemetry.watchdog import stacks
 from ingress.telemetry.watchdog.loop_probe import LoopProbe, Owner
-from ingress.telemetry.watchdog.records import QUIET_S, Stall, StallLog
+from ingress.telemetry.watchdog.records import QUIET_S, Stall, StallLog, Stalls
 from ingress.telemetry.watchdog.sampler import Sampler
 from ingress.telemetry.watchdog.stacks import Stack
 
@@ -127,6 +127,20 @@ class Watchdog:
     def note(self, stalls: list[Stall]) -> None:
         """Add stalls of another process, which has logged them. Thread-safe."""
         self._told.extend(stalls)
+        for each in stalls:
+            self._log.worst.add(each)
+
+    def worst(self, at_s: float) -> list[Stalls]:
+        """Return the stalls since a moment in Unix time, by replica and line, the longest first.
+
+        At most 15 minutes back, and without those that go on. Thread-safe.
+        """
+        return self._log.worst.since(at_s)
+
+    @property
+    def processor_wait_s(self) -> float:
+        """The seconds for which its thread was ready to run and had no processor. Thread-safe."""
+        return self._log.processor_wait_s
 
     def thread_of(self, loop: asyncio.AbstractEventLoop) -> int:
         """Return the ident of the thread of a watched loop; 0 if it is not known."""
