@@ -236,6 +236,43 @@ def test_openapi_writes_the_schema_and_starts_nothing(folder: Path) -> None:
     assert (printed.exit_code, written.exit_code, written.stdout) == (0, 0, "")
 
 
+FILE = """
+applications:
+- {name: one, route_prefix: /one, import_path: app:hello}
+- {name: two, route_prefix: /two, import_path: app:hello}
+"""
+
+
+def test_check_explain_and_openapi_take_a_file(folder: Path) -> None:
+    (folder / "serve.yaml").write_text(FILE)
+    explained = invoke(folder, "explain", "serve.yaml", "--json")
+    checked = invoke(folder, "check", "serve.yaml", "--json")
+    schema = invoke(folder, "openapi", "serve.yaml", "--name", "two")
+    several = invoke(folder, "openapi", "serve.yaml")
+
+    alone = json.loads(invoke(folder, "explain", "app:hello", "--json").stdout)
+    assert json.loads(explained.stdout) == {"applications": {"one": alone, "two": alone}}
+    assert (checked.exit_code, json.loads(checked.stdout)["findings"]) == (0, [])
+    assert list(json.loads(schema.stdout)["paths"]) == ["/sync", "/async"]
+    assert "choose one application with --name: one, two" in told(several)
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_an_error_is_one_object_of_json_too(folder: Path, command: str) -> None:
+    (folder / "serve.yaml").write_text("applications: 1")
+    result = invoke(folder, command, "serve.yaml", "--json")
+
+    assert "applications" in json.loads(result.stdout)["error"]
+    assert result.exit_code != 0
+
+
+def test_a_file_that_cannot_be_parsed_is_not_without_findings(folder: Path) -> None:
+    (folder / "broken.py").write_text("def (")
+    result = invoke(folder, "check", "broken.py")
+
+    assert (result.exit_code, "Python cannot parse broken.py" in result.stderr) == (2, True)
+
+
 def test_openapi_of_a_plain_deployment_is_one_line(folder: Path) -> None:
     assert "'Plain' has no OpenAPI schema" in told(invoke(folder, "openapi", "app:plain"))
 

@@ -406,7 +406,7 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     found: dict[str, tuple[Any, str, str]] = {
         each["path"]: (each["value"], each["origin"], each["detail"])
-        for each in json.loads(result.stdout)
+        for each in json.loads(result.stdout)["values"]
     }
     model = "applications[0].deployments[0]"
 

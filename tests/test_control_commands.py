@@ -271,8 +271,12 @@ def test_nothing_in_a_folder_that_others_could_have_made_is_asked_or_deleted(
         make(folder)
         for command in (["status"], ["status", "--json"], ["scale", "M=1"], ["stop"], ["top"]):
             told = CliRunner().invoke(cli.app, command)
-            assert (told.exit_code, told.stdout) == (1, "")
-            assert f"Error: the folder of the control sockets, '{folder}', {problem}" in told.stderr
+            text = f"the folder of the control sockets, '{folder}', {problem}"
+            if "--json" in command:
+                assert text in json.loads(told.stdout)["error"]
+            else:
+                assert (told.exit_code, told.stdout) == (1, "")
+                assert f"Error: {text}" in told.stderr
         with ControlSocket({"echo": echo}) as control:
             assert control.path is None
         assert asked == []

@@ -117,6 +117,6 @@ def test_the_unit_waits_for_readiness_and_leaves_time_for_the_drain() -> None:
     service = unit["Service"]
 
     assert service["Type"] == "notify"
-    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert service["ExecReload"].endswith("ingress reload --pid $MAINPID --wait")
     assert service["KillMode"] == "mixed"
     assert int(service["TimeoutStopSec"]) > 20 + 10

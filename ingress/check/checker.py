@@ -51,7 +51,10 @@ def check_application(
 def check_files(paths: Sequence[Path], settings: Settings, *, migrate: bool) -> Report:
     """Check files without importing them. Decorators decide where a function runs."""
     sources = sources_in(paths)
-    return _check(sources, subjects_in(sources, settings), settings, migrate=migrate)
+    report = _check(sources, subjects_in(sources, settings), settings, migrate=migrate)
+    if unread := [each for each in sources.unread if each in paths]:
+        report.failure = f"Python cannot parse {', '.join(map(shown, unread))}"
+    return report
 
 
 def _check(

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ingress.cli.serving import read_settings
-from ingress.cli.target import refusal, refusing
+from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json
 from ingress.core.base.settings import RAY_ADDRESS
 from ingress.engines import ray_engine
@@ -36,7 +36,7 @@ Address = Annotated[
 
 def status(
     address: Address = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Print the applications of a Ray cluster, their deployers, and what replicas wait for.
 

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from ingress import __version__
+from ingress.app.config_file.loading import is_config_file
 from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
 from ingress.cli.build_command import build_command
@@ -24,7 +25,17 @@ from ingress.cli.config_command import config as config_command
 from ingress.cli.control_commands import reload, scale, status, stop
 from ingress.cli.run_command import run
 from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
-from ingress.cli.target import AppDir, Target, load, refusal, refusing
+from ingress.cli.target import (
+    AppDir,
+    AsJSON,
+    FileOrTarget,
+    Target,
+    load,
+    load_each,
+    note_json,
+    refusal,
+    refusing,
+)
 from ingress.cli.terminal import LOGGING, Output, console, write
 from ingress.cli.top_command import top
 from ingress.cli.trace_command import TraceError, traced
@@ -33,8 +44,6 @@ from ingress.core.base.settings import TRACE_FILE, export, export_threads
 from ingress.exceptions import RayServeException
 from ingress.observe.inspection import Level, explain
 from ingress.observe.inspection.table import as_json, show
-
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = typer.Typer(
     name="ingress",
@@ -62,6 +71,7 @@ def _main(
     ] = False,
 ) -> None:
     """FastAPI classes on a pool of replicas, in threads or in processes."""
+    note_json(False)  # of a command before, in a process with several
 
 
 app.command()(run)
@@ -73,19 +83,28 @@ app.command("config", context_settings=RUN_OPTIONS)(config_command)
 
 @app.command()
 def openapi(
-    target: Target,
+    target: FileOrTarget,
+    name: Annotated[
+        str | None,
+        typer.Option(help="The application of a file with several.", show_default=False),
+    ] = None,
     output: Output = None,
     app_dir: AppDir = Path("."),
 ) -> None:
     """Write the OpenAPI schema of an application, without starting it."""
+    found = load_each(target, app_dir)
+    names = [each.name for each in found]
+    chosen = [each for each in found if name in (None, each.name)]
+    if len(chosen) != 1:
+        raise refusal(f"choose one application with --name: {', '.join(names)}")
     with refusing(TypeError):
-        schema = json.dumps(load(target, app_dir).openapi(), indent=2)
+        schema = json.dumps(chosen[0].application.openapi(), indent=2)
     write(output, schema + "\n")
 
 
 @app.command("explain")
 def explain_command(
-    target: Target,
+    target: FileOrTarget,
     as_json_: AsJSON = False,
     diff: Annotated[
         bool,
@@ -100,6 +119,7 @@ def explain_command(
     """Print where each callable of an application runs, and why.
 
     [dim]ingress explain main:hello[/dim]
+    [dim]ingress explain serve.yaml[/dim]
 
     The module is imported; nothing in it is created, called or started. A row is
     a route, WebSocket, dependency, its teardown, background task, stream,
@@ -117,21 +137,30 @@ def explain_command(
 
     [dim]ingress explain main:hello --fail-on warn[/dim]
     """
-    application = load(target, app_dir)
+    found = load_each(target, app_dir)
     with refusing(TypeError, ValueError, RayServeException):
-        explanation = explain(application, read_settings())
+        explained = {each.name: explain(each.application, read_settings()) for each in found}
     if as_json_:
-        typer.echo(json.dumps(as_json(explanation, diff=diff), indent=2))
+        told = {name: as_json(each, diff=diff) for name, each in explained.items()}
+        one = next(iter(told.values()))
+        typer.echo(json.dumps(one if len(told) == 1 else {"applications": told}, indent=2))
     else:
-        show(explanation, console, diff=diff)
-    if fail_on is not None and explanation.count(fail_on):
+        for name, each in explained.items():
+            if len(explained) > 1:
+                console.print(f"application {name}", style="bold", highlight=False)
+            show(each, console, diff=diff)
+    if fail_on is not None and any(each.count(fail_on) for each in explained.values()):
         raise typer.Exit(1)
 
 
 @app.command()
 def check(
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="MODULE:APP, or a file or folder to read only.")
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="MODULE:APP, a file such as serve.yaml, or Python files or a folder to read only.",
+        ),
     ],
     migrate: Annotated[
         bool,
@@ -237,19 +266,31 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
     from ingress.check.checker import check_application, check_files
     from ingress.check.trial import tried
 
-    settings = read_settings()
     migrate = migrate or tests is not None
+    app_dir = app_dir.absolute()  # a file may have another folder
     try:
-        if ":" not in target and (path := app_dir / target).exists():
-            report = check_files([path], settings, migrate=migrate)
+        is_file = is_config_file(target)
+        if ":" not in target and (path := app_dir / target).exists() and not is_file:
+            report = check_files([path], read_settings(), migrate=migrate)
         elif target.endswith(".py"):
             raise CheckError(f"there is no file {str(path)!r}; check the spelling, or --app-dir")
         else:
-            application = load(target, app_dir)
-            name = target.partition(":")[0]
-            report = check_application(
-                application, name, app_dir, settings, migrate=migrate, gil_is_on=gil.is_on()
-            )
+            found, settings = load_each(target, app_dir), read_settings()
+            reports = [
+                check_application(
+                    each.application,
+                    each.module,
+                    app_dir,
+                    settings,
+                    migrate=migrate,
+                    gil_is_on=gil.is_on(),
+                )
+                for each in found
+            ]
+            report = reports[0]
+            for each in reports[1:]:
+                report.add(each.findings)
+                report.notes += each.notes
         return report if tests is None else tried(report, tests)
     except CheckError as error:
         refusal(str(error))

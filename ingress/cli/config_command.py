@@ -18,7 +18,7 @@ from ingress.cli.run_command import run
 from ingress.cli.run_file import prepare, print_unused
 from ingress.cli.run_options import HTTP, RunOptions
 from ingress.cli.serving import read_settings
-from ingress.cli.target import AppDir, read_file, refusal, refusing, reporting_mistakes
+from ingress.cli.target import AppDir, AsJSON, read_file, refusal, refusing, reporting_mistakes
 from ingress.config import HTTPOptions
 from ingress.core.base.settings import environment
 from ingress.engines import local_engine
@@ -38,7 +38,7 @@ def config(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of the file, for editors.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJSON = False,
     app_dir: AppDir = Path("."),
 ) -> None:
     """Print the values that `ingress run FILE` would have, without starting anything.
@@ -59,7 +59,8 @@ def config(
         shown: Any = [
             {"path": written(each.where), "value": each.value, **_origin(each)} for each in values
         ]
-        typer.echo(json.dumps(shown if show_origin else nested(values), indent=2))
+        told = {"values": shown} if show_origin else nested(values)
+        typer.echo(json.dumps(told, indent=2))
     elif show_origin:
         lines = [(f"{written(each.where)}: {json.dumps(each.value)}", each) for each in values]
         width = min(80, max(len(line) for line, _ in lines))

@@ -7,7 +7,7 @@ the name of one of its applications, or `--pid` chooses.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +16,9 @@ import typer
 from ingress.cli import cluster_commands, status_tables
 from ingress.cli.cluster_commands import Address
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
+from ingress.cli.following import TIMEOUT_S, Following, Timeout, Wait
 from ingress.cli.serving import read_settings
-from ingress.cli.target import refusal, refusing
+from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed
 
 ASK_S = 5.0  # for the status of a server
@@ -29,7 +30,6 @@ Name = Annotated[
 Pid = Annotated[
     int | None, typer.Option("--pid", help="The server with this process id.", show_default=False)
 ]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def status(
@@ -107,9 +107,17 @@ def _as_ray(view: Any) -> dict[str, Any]:
     }
 
 
-def stop(name: Name = None, pid: Pid = None) -> None:
-    """Stop a server as SIGTERM does: requests in flight may end, new ones are refused."""
+def stop(
+    name: Name = None, pid: Pid = None, wait: Wait = False, timeout: Timeout = TIMEOUT_S
+) -> None:
+    """Stop a server as SIGTERM does: requests in flight may end, new ones are refused.
+
+    With --wait it ends when the server has ended.
+    """
     server = chosen(name, pid)
+    if wait:
+        Following(server, timeout, _tell).end()
+        return
     ask_server(server, "stop")
     typer.echo(f"server {server.pid} stops")
 
@@ -123,11 +131,13 @@ def scale(
     ],
     name: Name = None,
     pid: Pid = None,
+    wait: Wait = False,
+    timeout: Timeout = TIMEOUT_S,
     as_json: AsJSON = False,
 ) -> None:
     """Change the number of replicas of a deployment that runs.
 
-    [dim]ingress scale shop:Model=4[/dim]
+    [dim]ingress scale shop:Model=4 --wait[/dim]
 
     New replicas start; surplus ones end their requests first. With `--workers`, all
     workers change or none. A file that is applied later keeps the number, unless its own changes.
@@ -147,27 +157,57 @@ def scale(
             names = ", ".join(f"{app}:{one}" for app, one in known)
             raise refusal(f"{problem} {what}; name one of {tamed(names)}")
         replicas.setdefault(there[0], {})[deployment] = count
-    _print_changes(ask_server(server, "scale", replicas=replicas), as_json=as_json)
+    arguments = {"replicas": replicas}
+    _change(server, "scale", arguments, wait=wait, timeout_s=timeout, as_json=as_json)
 
 
-def reload(name: Name = None, pid: Pid = None, as_json: AsJSON = False) -> None:
+def reload(
+    name: Name = None,
+    pid: Pid = None,
+    wait: Wait = False,
+    timeout: Timeout = TIMEOUT_S,
+    as_json: AsJSON = False,
+) -> None:
     """Apply the changed file of `ingress run FILE`, as SIGHUP and --watch do.
 
-    [dim]ingress reload[/dim]
+    [dim]ingress reload --wait[/dim]
 
     Options of deployments change while their replicas run. What needs new processes
     replaces the workers one after another; without --workers it is refused. A wrong file
     changes nothing.
     """
-    _print_changes(ask_server(chosen(name, pid), "reload"), as_json=as_json)
+    _change(chosen(name, pid), "reload", {}, wait=wait, timeout_s=timeout, as_json=as_json)
 
 
-def _print_changes(done: Any, *, as_json: bool) -> None:
+def _change(
+    server: RunningServer,
+    command: str,
+    arguments: Mapping[str, Any],
+    *,
+    wait: bool,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Ask for a change and print it; with `wait`, follow it to its end."""
+    if wait:
+        lines = Following(server, timeout_s, _untold if as_json else _tell).change(
+            command, arguments
+        )
+    else:
+        lines = ask_server(server, command, **arguments)
     if as_json:
-        print_json(done)
-        return
-    for line in done or ["nothing to change"]:
-        typer.echo(tamed(line))
+        print_json({"changes": lines, "is_done": wait})
+    elif not wait:
+        for line in lines or ["nothing to change"]:
+            _tell(line)
+
+
+def _tell(line: str) -> None:
+    typer.echo(tamed(line))
+
+
+def _untold(line: str) -> None:
+    """Print nothing: the JSON has the outcome."""
 
 
 def _scaling(text: str) -> tuple[str | None, str, int]:

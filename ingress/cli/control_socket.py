@@ -23,7 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ingress.cli.runtime_folder import is_trusted_socket, made_folder, trusted_owner, user_at
+from ingress.cli.runtime_folder import (
+    described_peer,
+    is_trusted_socket,
+    made_folder,
+    trusted_owner,
+    user_at,
+)
 from ingress.core.base.settings import RUNTIME_DIR, runtime_folder
 
 SUFFIX = ".sock"
@@ -31,6 +37,9 @@ MOST_BYTES = 65536  # of a request
 READ_S = 5.0  # for the request's line
 ANSWER_S = 300.0  # for a command that waits for constructors
 JOIN_S = 1.0
+
+LOGGED = frozenset(("reload", "replace", "scale", "stop"))
+"""The commands that change a server: each is a line in its log."""
 
 logger = logging.getLogger("ingress")
 
@@ -81,7 +90,21 @@ class _Handler(socketserver.StreamRequestHandler):
             ) from None
         if not isinstance(arguments, dict):
             raise CommandError(f"arguments must be an object, got {arguments!r}")
-        return command(arguments)
+        if name not in LOGGED:
+            return command(arguments)
+        what = " ".join([name, *(json.dumps(each) for each in arguments.values())])
+        who = described_peer(self.connection)
+        if name == "stop":  # afterwards there may be no log any more
+            logger.info("%s, asked for by %s", what, who)
+            return command(arguments)
+        try:
+            done = command(arguments)
+        except Exception as error:
+            logger.warning("%s, asked for by %s, failed: %s", what, who, error)
+            raise
+        outcome = "; ".join(map(str, done or ())) or "nothing to change"
+        logger.info("%s, asked for by %s: %s", what, who, outcome)
+        return done
 
 
 class ControlSocket:

@@ -11,12 +11,17 @@ import os
 import socket
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct
+
+if sys.platform != "win32":
+    from pwd import getpwuid
 
 from ingress.core.base.settings import RUNTIME_DIR, is_runtime_folder_named, runtime_folder
 
 _OTHERS_WRITE = 0o022
+_MOST_COMMAND = 200  # characters of a command line in a log record
 _CREDENTIALS = Struct("iII")  # Linux: process, user, group
 
 
@@ -59,11 +64,30 @@ def is_trusted_socket(path: Path, owner: int) -> bool:
 
 def user_at(other_end: socket.socket) -> int | None:
     """Return the user at the other end of a connection; `None` where the system does not tell."""
+    return None if (found := _peer_at(other_end)) is None else found[1]
+
+
+def described_peer(other_end: socket.socket) -> str:
+    """Return the process and the user at the other end of a connection, in words."""
+    if (found := _peer_at(other_end)) is None:
+        return "a process of this user"
+    process, user = found
+    name = str(user)
+    with suppress(KeyError):
+        name = getpwuid(user).pw_name
+    with suppress(OSError):  # it has ended
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]
+        command = " ".join(os.fsdecode(each) for each in words)
+        return f"{name}, process {process}: {command[:_MOST_COMMAND]}"
+    return f"{name}, process {process}"
+
+
+def _peer_at(other_end: socket.socket) -> tuple[int, int] | None:
     if sys.platform != "linux":
         return None
     given = other_end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(given)[1]
-    return user
+    process, user, _ = _CREDENTIALS.unpack(given)
+    return process, user
 
 
 def _refusal(folder: Path, problem: str) -> PermissionError:

@@ -33,6 +33,7 @@ def commands_of_one_process(observer: Observer) -> dict[str, Command]:
     return {
         "livez": livez,
         "view": lambda arguments: observer.view(),
+        "progress": lambda arguments: observer.progress(),
         "stop": stop,
         "scale": scale,
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ingress.app.config_file.loading import ConfigFile
+from ingress.app.config_file.loading import ConfigFile, is_config_file, target_of
 from ingress.app.config_file.reading import ConfigFileError
 from ingress.app.declaration import module_app
 from ingress.app.declaration.declaration import Application
@@ -35,10 +38,52 @@ AppDir = Annotated[
 ]
 
 
+_AS_JSON = ContextVar("ingress_as_json", default=False)
+
+
+def note_json(given: bool) -> bool:
+    """Have errors told as JSON too, if the command has `--json`."""
+    _AS_JSON.set(given)
+    return given
+
+
+AsJSON = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object, also for an error.", callback=note_json),
+]
+
+
 def load(target: str, app_dir: Path, *, is_factory: bool = False) -> Application:
     """Import the application `MODULE:APP`. Ends the program if there is none, or on an error."""
     with reporting_mistakes(target):
         return module_app.load(target, app_dir, is_factory=is_factory)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An application with its name and its module."""
+
+    name: str
+    module: str
+    application: Application
+
+
+def load_each(target: str, app_dir: Path) -> list[Named]:
+    """Import the application `MODULE:APP`, or those of a file, with its variables and its folder.
+
+    Ends the program if there is none, or on an error.
+    """
+    if not is_config_file(target):
+        return [Named("default", target.partition(":")[0], load(target, app_dir))]
+    file = read_file(Path(target).absolute())
+    app_dir = app_dir.absolute()  # the file may have another folder
+    with refusing(ConfigFileError):
+        file.prepare()
+    with reporting_mistakes(target):
+        return [
+            Named(each.config.name, target_of(each.config)[0].partition(":")[0], each.application)
+            for each in file.load_all(app_dir)
+        ]
 
 
 @contextmanager
@@ -96,20 +141,31 @@ def read_file(path: Path) -> ConfigFile:
 
 def mistake(text: str) -> typer.Exit:
     """Print a mistake in user code, and return the exception that ends the program."""
-    typer.echo(text, err=True)
+    if not _is_told_as_json(text):
+        typer.echo(text, err=True)
     return typer.Exit(1)
 
 
 def refusals(error: Exception) -> typer.Exit:
     """Print an error, or the mistakes of a file, and return the exception that ends the program."""
     lines = error.lines if isinstance(error, ConfigFileError) else [str(error)]
-    ends = [refusal(line) for line in lines]
-    return ends[0]
+    if not _is_told_as_json("\n".join(lines)):
+        for line in lines:
+            refusal(line)
+    return typer.Exit(1)
 
 
 def refusal(message: str, code: int = 1) -> typer.Exit:
     """Print an error in one line, and return the exception that ends the program."""
-    Console(stderr=True).print(
-        f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
-    )
+    if not _is_told_as_json(message):
+        Console(stderr=True).print(
+            f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
+        )
     return typer.Exit(code)
+
+
+def _is_told_as_json(message: str) -> bool:
+    """Print an error as the one object that a command with `--json` prints, if this is one."""
+    if _AS_JSON.get():
+        typer.echo(json.dumps({"error": message}))
+    return _AS_JSON.get()

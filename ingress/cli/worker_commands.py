@@ -101,6 +101,7 @@ class WorkersCommands:
         return {
             "livez": livez,
             "view": lambda arguments: self.observer.view(),
+            "progress": lambda arguments: self.observer.progress(),
             "stop": stop,
             "scale": lambda arguments: self.change(scaling(arguments), SCALE, is_scaling=True),
         }

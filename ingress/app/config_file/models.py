@@ -204,8 +204,7 @@ class ServeConfig(Options):
         found = [name for name in _CLUSTER if name in self.changed()]
         if self.proxy_location == "Disabled":
             found.append("proxy_location (this process always serves HTTP)")
-        if self.grpc_options.grpc_servicer_functions:
-            found.append(f"grpc_options.grpc_servicer_functions ({_GRPC})")
+        found += [f"grpc_options.{name} ({_GRPC})" for name in self.grpc_options.changed()]
         return found + [
             f"{option} of application {each.name!r}"
             for each in self.applications

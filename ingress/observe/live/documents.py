@@ -215,6 +215,30 @@ class Part(CountPart):
     failed: list[dict[str, Any]]
 
 
+class DeploymentProgress(TypedDict):
+    """The progress of a deployment in one process: whether its replicas are as wanted.
+
+    `replicas` has their states, by tag. `problem` is in words; `rejected` is the reason if the last
+    change failed, and the options before are in use.
+    """
+
+    pid: int
+    application: str
+    deployment: str
+    is_settled: bool
+    has_failed: bool
+    rejected: str
+    problem: str
+    replicas: dict[str, str]
+
+
+class Progress(TypedDict):
+    """The progress of all deployments of a process."""
+
+    pid: int
+    deployments: list[DeploymentProgress]
+
+
 class Flag(TypedDict):
     """The environment variable that decides where a `def` runs."""
 

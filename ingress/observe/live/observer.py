@@ -14,6 +14,7 @@ from ingress.observe.live.documents import (
     Counters,
     CountPart,
     Deployment,
+    DeploymentProgress,
     Series,
     View,
 )
@@ -111,6 +112,11 @@ class Observer:
             self._view = view_of(parts, absent, rates, refused, span_s, recent, self._url())
             self._viewed_at = monotonic()
             return self._view
+
+    def progress(self) -> list[DeploymentProgress] | None:
+        """Return the progress of the deployments now, by process; `None` while one is absent."""
+        parts, absent = self._ask("progress")
+        return None if absent else [each for part in parts for each in part["deployments"]]
 
     def configuration(self) -> Configuration:
         """Return the options, and the callables that the flag would move, of one process."""

@@ -11,7 +11,14 @@ from ingress.core.calls.notable import NOTABLE
 from ingress.observe.live import children
 from ingress.observe.live.configuration import HTTPSide, configuration_of
 from ingress.observe.live.counts import counts
-from ingress.observe.live.documents import ConfigurationPart, CountPart, Links, Part, Recording
+from ingress.observe.live.documents import (
+    ConfigurationPart,
+    CountPart,
+    Links,
+    Part,
+    Progress,
+    Recording,
+)
 from ingress.observe.live.recording import record
 from ingress.observe.live.running import RUNNING
 from ingress.schema import ServeStatus
@@ -121,9 +128,34 @@ def _links(application: RunningApplication | None) -> Links:
     return {"route_prefix": prefix, "docs": None if docs is None else prefix.rstrip("/") + docs}
 
 
+def progress(server: Server, argument: float = 0.0) -> Progress:
+    """Return whether the replicas are as wanted. Callable in any thread."""
+    return {
+        "pid": os.getpid(),
+        "deployments": [
+            {
+                "pid": os.getpid(),
+                "application": application.name,
+                "deployment": name,
+                "is_settled": each.is_settled(),
+                "has_failed": each.failed is not None,
+                "rejected": each.rejected or ("" if each.failed is None else each.problem),
+                "problem": each.status().message,
+                "replicas": {
+                    one.replica.replica_id.unique_id: one.replica.state.value
+                    for one in list(each.members)
+                },
+            }
+            for application in list(server.applications.values())
+            for name, each in list(application.deployments.items())
+        ],
+    }
+
+
 WHAT: Mapping[str, Callable[[Server, float], Mapping[str, object]]] = {
     "part": part,
     "counts": count_part,
+    "progress": progress,
     "configuration": configuration,
     "record": recording,
 }
