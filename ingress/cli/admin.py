@@ -37,11 +37,15 @@ def resolved(options: AdminOptions | None) -> AdminOptions:
 
 @contextmanager
 def admin_listening(
-    make: Callable[[], Snapshot], options: AdminOptions, observer: Observer
+    make: Callable[[], Snapshot],
+    options: AdminOptions,
+    observer: Observer,
+    on_listening: Callable[[Callable[[], None]], None] = lambda stop: None,
 ) -> Iterator[str]:
     """Have an admin listener in this context, and yield a line that names it, "" if it is off.
 
-    Raises `RuntimeError` if its address is busy.
+    `on_listening` gets a function that stops it earlier. Raises `RuntimeError` if its address is
+    busy.
     """
     if options.is_off:
         yield ""
@@ -49,6 +53,7 @@ def admin_listening(
     from ingress.observe.admin.listener import AdminListener
 
     listener = AdminListener(make, options, routes(observer))
+    on_listening(listener.stop)
     try:
         yield f"Metrics at {listener.url}/metrics, page at {listener.url}/"
     finally:

@@ -16,7 +16,7 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +35,28 @@ from ingress.core.base.settings import RUNTIME_DIR, runtime_folder
 SUFFIX = ".sock"
 MOST_BYTES = 65536  # of a request
 READ_S = 5.0  # for the request's line
+MOST_SOCKETS = 16  # in an answer
 ANSWER_S = 300.0  # for a command that waits for constructors
 JOIN_S = 1.0
 
-LOGGED = frozenset(("reload", "replace", "scale", "stop"))
+LOGGED = frozenset(("reload", "replace", "retire", "scale", "stop"))
 """The commands that change a server: each is a line in its log."""
 
 logger = logging.getLogger("ingress")
 
 Command = Callable[[Mapping[str, Any]], Any]
 """A command: it gets the arguments of a request, and returns JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer with copies of open descriptors, for a client on this machine. JSON as words."""
+
+    value: dict[str, Any]
+    descriptors: list[int]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([f"{len(self.descriptors)} sockets handed over"])
 
 
 class CommandError(Exception):
@@ -65,15 +77,23 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
+        descriptors: list[int] = []
         try:
-            answer = {"result": self._result()}
+            result = self._result()
+            if isinstance(result, Answer):
+                descriptors, result = result.descriptors, result.value
+            answer = {"result": result}
         except CommandError as error:
             answer = {"error": str(error)}
         except Exception as error:
             logger.exception("the command of a control socket failed")
             answer = {"error": f"{type(error).__name__}: {error}"}
         with suppress(OSError):  # the client has gone
-            self.wfile.write(json.dumps(answer).encode() + b"\n")
+            data = json.dumps(answer).encode() + b"\n"
+            if descriptors:
+                socket.send_fds(self.connection, [data], descriptors)
+            else:
+                self.wfile.write(data)
 
     def _result(self) -> Any:
         try:
@@ -211,15 +231,30 @@ class RunningServer:
             client.sendall(json.dumps(request).encode() + b"\n")
             with client.makefile("rb") as file:
                 line = file.readline()
-        if not line:
-            raise ConnectionResetError("it ended before it answered")
-        try:
-            answer = json.loads(line)
-            if "error" in answer:
-                raise CommandError(str(answer["error"]))
-            return answer["result"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise ConnectionError("its answer is not one of `ingress run`") from None
+        return _result_of(line)
+
+    def ask_for_sockets(self, command: str, timeout_s: float) -> tuple[Any, list[int]]:
+        """Return the result of a command, and the descriptors that come with it. Raises as `ask`.
+
+        The answer is short: it comes as one message.
+        """
+        with self.connected(timeout_s) as client:
+            client.sendall(json.dumps({"command": command}).encode() + b"\n")
+            line, descriptors, _, _ = socket.recv_fds(client, MOST_BYTES, MOST_SOCKETS)
+        return _result_of(line), list(descriptors)
+
+
+def _result_of(line: bytes) -> Any:
+    """Return the result in an answer. Raises `CommandError` for a refusal, `OSError` for none."""
+    if not line:
+        raise ConnectionResetError("it ended before it answered")
+    try:
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CommandError(str(answer["error"]))
+        return answer["result"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ConnectionError("its answer is not one of `ingress run`") from None
 
 
 def running_servers() -> tuple[list[RunningServer], list[Path]]:

@@ -25,6 +25,7 @@ from ingress.app.config_file.difference import CodeFiles, Difference, difference
 from ingress.app.config_file.loading import ConfigFile, stamp_of
 from ingress.app.config_file.reading import ConfigFileError
 from ingress.cli.control_socket import Command, CommandError
+from ingress.cli.sd_notify import notifying_reload
 from ingress.cli.server_commands import change, check
 from ingress.cli.worker import Served
 from ingress.cli.worker_commands import WorkersCommands
@@ -277,7 +278,8 @@ class Reloads:
             logger.info("SIGHUP is ignored: there is no file to apply; it serves on")
             return
         try:
-            lines = self._reload()
+            with notifying_reload():
+                lines = self._reload()
         except CommandError as error:
             for line in str(error).splitlines():
                 logger.error("the file is not applied: %s", line)
@@ -293,6 +295,7 @@ def command_of(reload: Reload | None) -> Command:
     def command(arguments: Mapping[str, Any]) -> list[str]:
         if reload is None:
             raise CommandError("this server has no file; start it with `ingress run serve.yaml`")
-        return reload()
+        with notifying_reload():
+            return reload()
 
     return command

@@ -16,6 +16,7 @@ from ingress.app.config_file.loading import ConfigFile, is_config_file
 from ingress.app.declaration.names import check_names
 from ingress.cli.admin import admin_options
 from ingress.cli.reloading import FileState
+from ingress.cli.replacing import Replaced, replaced_by
 from ingress.cli.run_file import (
     builder_arguments,
     check_file,
@@ -36,10 +37,19 @@ from ingress.cli.serving import (
 from ingress.cli.target import read_file, refusal, refusing
 from ingress.cli.terminal import LOGGING, print_plan
 from ingress.cli.worker import Served
-from ingress.core.base.settings import ENGINES, TRACING, Settings, export, export_threads
+from ingress.core.base.settings import (
+    ENGINES,
+    FIRST_FD,
+    TRACING,
+    Settings,
+    export,
+    export_threads,
+    listen_fds,
+)
 from ingress.core.base.standard_streams import make_lossy
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
+from ingress.serving.http.address import Address
 from ingress.serving.http.admin_address import OFF
 from ingress.serving.http.server_options import ServerOptions
 from ingress.telemetry.logs.options import LOGS
@@ -83,13 +93,18 @@ def run(**typed: Any) -> None:
     _check_engine(engine, options, server)
     if engine != "ray" and LOGS.is_logged:
         server = replace(server, uvicorn={**server.uvicorn, "access_log": False})
-    _check_server(server)
+    _check_server(server, options)
     _check_workers(options)
+    replaced = Replaced()
+    if options.replace:
+        if engine == "ray" or options.reload:
+            raise refusal("--replace is for a server on the local engine, without --reload")
+        replaced, server = replaced_by(server)
     served = _served(options, server, logs, file, folder)
     if engine == "ray":
         _run_on_ray(options, served, settings)
     else:
-        _run_here(options, served, settings, variables)
+        _run_here(options, served, settings, variables, replaced)
 
 
 # typer reads the parameters of a command from its signature: that of the table.
@@ -142,14 +157,22 @@ def _as_typed(option: tuple[str, Any]) -> str:
     return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
 
 
-def _check_server(server: ServerOptions) -> None:
-    """Refuse options that exclude each other, and a certificate that cannot be used."""
-    http = server.http
-    host_or_port = http.get("host", http.get("port"))
-    wheres = {"--uds": server.uds, "--fd": server.fd, "--host or --port": host_or_port}
+def _check_server(server: ServerOptions, options: RunOptions) -> None:
+    """Refuse options that exclude each other, and a certificate that cannot be used.
+
+    A host and a port in a file are overridden.
+    """
+    http, typed = server.http, options.handed(HTTP)
+    host_or_port = typed.get("host", typed.get("port"))
+    fd = "--fd" if options.fd is not None else "the socket of systemd (LISTEN_FDS)"
+    wheres = {"--uds": server.uds, fd: server.fd, "--host or --port": host_or_port}
     named = [name for name, value in wheres.items() if value is not None]
     if len(named) > 1:
         raise refusal(f"{named[0]} and {named[1]} are both given; a server has one address")
+    if server.fd is not None:
+        # Now: later the number may be that of a socket of this process.
+        with refusing(RuntimeError):
+            Address(fd=server.fd).bind().close()
     tls = [name for name in (*http, *server.uvicorn) if name.startswith("ssl_")]
     certificate, key = http.get("ssl_certfile"), http.get("ssl_keyfile")
     if tls and (certificate is None or key is None):
@@ -159,16 +182,16 @@ def _check_server(server: ServerOptions) -> None:
         )
     if certificate is None:
         return
-    options = {**http, **server.uvicorn}
+    given = {**http, **server.uvicorn}
     try:
         create_ssl_context(
             certfile=certificate,
             keyfile=key,
-            password=options.get("ssl_keyfile_password", ""),  # `None` would ask at the terminal
-            ssl_version=options.get("ssl_version", SSL_PROTOCOL_VERSION),
-            cert_reqs=options.get("ssl_cert_reqs", ssl.CERT_NONE),
-            ca_certs=options.get("ssl_ca_certs"),
-            ciphers=options.get("ssl_ciphers"),
+            password=given.get("ssl_keyfile_password", ""),  # `None` would ask at the terminal
+            ssl_version=given.get("ssl_version", SSL_PROTOCOL_VERSION),
+            cert_reqs=given.get("ssl_cert_reqs", ssl.CERT_NONE),
+            ca_certs=given.get("ssl_ca_certs"),
+            ciphers=given.get("ssl_ciphers"),
         )
     except (OSError, ValueError) as error:
         raise refusal(
@@ -226,7 +249,7 @@ def _server_options(options: RunOptions, file: ConfigFile | None, folder: Path) 
             **options.handed(UVICORN),
         },
         uds=None if options.uds is None else os.path.abspath(options.uds),
-        fd=options.fd,
+        fd=FIRST_FD if options.fd is None and listen_fds() else options.fd,
         shutdown_timeout_s=options.timeout_graceful_shutdown,
         drain_delay_s=options.drain_delay,
         serves_http=True,
@@ -268,7 +291,11 @@ def _run_on_ray(options: RunOptions, served: Served, settings: Settings) -> None
 
 
 def _run_here(
-    options: RunOptions, served: Served, settings: Settings, variables: dict[str, str | None]
+    options: RunOptions,
+    served: Served,
+    settings: Settings,
+    variables: dict[str, str | None],
+    replaced: Replaced,
 ) -> None:
     local_engine().use(served.server)
     targets = load_targets(served)
@@ -278,7 +305,9 @@ def _run_here(
     export_threads(budget.variables)
     if not options.has_new_processes:
         start_again_if_needed(budget, served.folder)
-        serve_until_ctrl_c(targets, served, settings, budget, "local", state, watches=options.watch)
+        serve_until_ctrl_c(
+            targets, served, settings, budget, "local", state, replaced, watches=options.watch
+        )
         return
     print_plan([each.target for each in targets], settings, budget)
     config = {
@@ -289,4 +318,6 @@ def _run_here(
     }
     if options.reload and served.file is not None:
         config["reload_includes"] = ["*.py", served.file.path.name]
-    serve_in_new_processes(targets, served, settings, config, state, watches=options.watch)
+    serve_in_new_processes(
+        targets, served, settings, config, state, replaced, watches=options.watch
+    )

@@ -111,6 +111,13 @@ class RunOptions:
         str | None,
         _option(_ADDRESS, metavar="PATH", help="Listen on this Unix domain socket instead."),
     ] = None
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            help="Take the place of the server at this address, once ready; no request is lost.",
+        ),
+    ] = False
     fd: Annotated[
         int | None,
         _option(

@@ -1,14 +1,21 @@
-"""Messages to systemd, for units with `Type=notify`: the server is ready, or stops.
+"""Messages to systemd, for units with `Type=notify`: the server is ready, reloads, lives, or stops.
 
 Source: sd_notify(3). One datagram to the socket that the variable NOTIFY_SOCKET names.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic_ns
 
-from ingress.core.base.settings import notify_socket
+from ingress.core.base.settings import notify_socket, watchdog_s
+from ingress.core.calls.loops import mailbox_of
+
+READY = "READY=1"
 
 logger = logging.getLogger("ingress")
 
@@ -25,3 +32,25 @@ def notify(state: str) -> None:
             client.sendall(state.encode())
     except OSError as error:
         logger.warning("systemd cannot be told %r at NOTIFY_SOCKET=%r: %s", state, address, error)
+
+
+@contextmanager
+def notifying_reload() -> Iterator[None]:
+    """Tell systemd that a reload begins, and that it is over; also for `Type=notify-reload`."""
+    notify(f"RELOADING=1\nMONOTONIC_USEC={monotonic_ns() // 1000}")
+    try:
+        yield
+    finally:
+        notify(READY)
+
+
+def feed_watchdog(loop: asyncio.AbstractEventLoop) -> None:
+    """Show systemd that a loop turns, twice in the time of `WatchdogSec=`, if that is set."""
+    if (period_s := watchdog_s()) is None:
+        return
+
+    def feed() -> None:
+        notify("WATCHDOG=1")
+        loop.call_later(period_s / 2, feed)
+
+    mailbox_of(loop).post(feed)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import typer
 import uvicorn
@@ -32,7 +32,13 @@ from ingress.cli.reloading import (
     reload_one_process,
     reload_workers,
 )
-from ingress.cli.sd_notify import notify
+from ingress.cli.replacing import (
+    Handover,
+    Replaced,
+    handover_of_one_process,
+    handover_of_workers,
+)
+from ingress.cli.sd_notify import READY, feed_watchdog, notify
 from ingress.cli.server_commands import commands_of_one_process
 from ingress.cli.target import mistake, refusal, refusing
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
@@ -54,7 +60,6 @@ from ingress.serving.http.admin_address import OFF, AdminOptions
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.shared_port import SharedPort
 
-READY = "READY=1"  # systemd's word
 NEW_EVENT_LOOP = "ingress.core.calls.loops:new_event_loop"  # as uvicorn takes it
 
 
@@ -104,16 +109,25 @@ def serve_until_ctrl_c(
     budget: ThreadBudget | None,
     engine: str,
     state: FileState | None = None,
+    replaced: Replaced | None = None,
     *,
     watches: bool = False,
 ) -> None:
-    """Serve in this process until a signal. `state` is that of the file, if there is one."""
+    """Serve in this process until a signal. `state` is that of the file, if there is one.
+
+    `replaced` is the server whose place this one takes.
+    """
+    replaced, handover = replaced or Replaced(), handover_of_one_process()
     reload = None if state is None else partial(reload_one_process, state)
     reloads = Reloads(reload, state.file if state is not None and watches else None)
     # On Ray, the applications are the cluster's: `ingress status --address`.
     is_local = engine == "local"
     observer = Observer(partial(parts_of, local_engine()))
-    table = {**commands_of_one_process(observer), "reload": command_of(reload)}
+    table = {
+        **commands_of_one_process(observer),
+        **handover.table(),
+        "reload": command_of(reload),
+    }
     commands = table if is_local else None
     hang_up = reloads.ask if is_local else None
     admin_options = resolved(served.server.admin) if is_local else AdminOptions(OFF)
@@ -122,14 +136,19 @@ def serve_until_ctrl_c(
         # So does the admin listener, for the last scrape.
         with (
             controlled(commands, observer),
-            _admin(local_engine().snapshot, admin_options, observer) as admin,
+            _Admin(local_engine().snapshot, admin_options, observer, handover, replaced) as admin,
             reloads.running(),
             api.serving_until_signal(hang_up),
         ):
             _start(targets, engine, served.logs.config)
+            admin.take_over()
+            if is_local:
+                local_engine().begin_http()
+                if (server := local_engine().http.server) is not None:
+                    feed_watchdog(server.home.loop)
             print_plan([each.target for each in targets], settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
-            _say(ready_lines(targets, current_engine().url(), where), admin)
+            _say(ready_lines(targets, current_engine().url(), where), admin.line)
             notify(READY)
             reloads.begin()
     except KeyboardInterrupt:  # during the start
@@ -151,17 +170,43 @@ def controlled(commands: Mapping[str, Command] | None, observer: Observer) -> It
             yield
 
 
-@contextmanager
-def _admin(
-    make: Callable[[], Snapshot], options: AdminOptions, observer: Observer
-) -> Iterator[str]:
-    """Have an admin listener, and yield the line that names it. Ends the program if it is busy."""
-    with ExitStack() as stack:
+class _Admin(ExitStack):
+    """The admin listener of a server, and `line`, which names it.
+
+    It listens before the server starts. If the server takes the place of another one, which has the
+    address until then, it listens once that has retired. Ends the program if its address is busy.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Snapshot],
+        options: AdminOptions,
+        observer: Observer,
+        handover: Handover,
+        replaced: Replaced,
+    ) -> None:
+        super().__init__()
+        self._listening = partial(admin_listening, make, options, observer, handover.note_admin)
+        self._replaced = replaced
+        self.line = ""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._replaced.server is None:
+            self._listen()
+        return self
+
+    def take_over(self) -> None:
+        """Have the other server retire, if there is one: this one is ready."""
+        if self._replaced.server is not None:
+            self._replaced.retire()
+            self._listen()
+
+    def _listen(self) -> None:
         try:
-            line = stack.enter_context(admin_listening(make, options, observer))
+            self.line = self.enter_context(self._listening())
         except RuntimeError as error:
             raise refusal(f"--admin: {error}") from None
-        yield line
 
 
 def _say(*lines: str) -> None:
@@ -206,6 +251,7 @@ def serve_in_new_processes(
     settings: Settings,
     config: Mapping[str, Any],
     state: FileState | None = None,
+    replaced: Replaced | None = None,
     *,
     watches: bool = False,
 ) -> None:
@@ -234,6 +280,7 @@ def serve_in_new_processes(
         **server.uvicorn_arguments(options, limits),
     )
     url = url_of(bound, is_tls=made.is_ssl)
+    shared: SharedPort | None = None
     try:
         if made.reload:
             bound.set_inheritable(True)
@@ -245,9 +292,12 @@ def serve_in_new_processes(
         line = ready_lines(targets, url, f", in {made.workers} processes")
         shared = SharedPort(bound, address)
         place = WorkersAddress(served, shared, options, settings)
-        code = _supervise(made, served, shared, url, line, state, place, watches=watches)
+        code = _supervise(
+            made, served, shared, url, line, state, place, replaced or Replaced(), watches=watches
+        )
     finally:
-        address.clean_up()
+        if shared is None or not shared.is_handed_over:
+            address.clean_up()
     raise typer.Exit(code)
 
 
@@ -259,6 +309,7 @@ def _supervise(
     line: str,
     state: FileState | None,
     place: WorkersAddress,
+    replaced: Replaced,
     *,
     watches: bool,
 ) -> int:
@@ -272,7 +323,8 @@ def _supervise(
     reloads = Reloads(reload, state.file if state is not None and watches else None)
 
     def when_ready() -> None:
-        _say(line, admin)
+        admin.take_over()
+        _say(line, admin.line)
         notify(READY)
         reloads.begin()
 
@@ -280,11 +332,12 @@ def _supervise(
     served = replace(served, server=replace(served.server, admin=options))
     supervisor = Supervisor(config, served, port, when_ready, reloads.ask)
     commands = WorkersCommands(supervisor, url)
-    table = {**commands.table(), "reload": command_of(reload)}
+    handover = handover_of_workers(supervisor, port)
+    table = {**commands.table(), **handover.table(), "reload": command_of(reload)}
     make = partial(snapshot_of_workers, supervisor, url)
     with (
         controlled(table, commands.observer),
-        _admin(make, options, commands.observer) as admin,
+        _Admin(make, options, commands.observer, handover, replaced) as admin,
         reloads.running(),
     ):
         return supervisor.run()

@@ -12,6 +12,7 @@ they ignore it. If the supervisor ends, its workers drain and end.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -239,10 +240,12 @@ class Worker(UvicornServer):
         super().__init__(config, lame_duck_s=lame_duck_s, owns_socket=owns_socket)
         self._patience_s = lame_duck_s + (config.timeout_graceful_shutdown or 0) + LAST_WORDS_S
         self._pipe = pipe
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()  # a pipe is for one thread at a time
         self.pushes = pushes
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.report(self.started)
 
@@ -285,6 +288,12 @@ class Worker(UvicornServer):
         return began + 100 * (monotonic() - began)
 
     def _answer(self, number: int, command: str, arguments: Mapping[str, Any]) -> None:
+        if command == "retire":
+            local_engine().leave()
+            assert self._loop is not None  # it serves
+            asyncio.run_coroutine_threadsafe(self.retire(**arguments), self._loop).result()
+            self.report((number, None))
+            return
         self.report((number, run_in_worker(command, arguments)))
 
     @contextmanager

@@ -29,9 +29,11 @@ from types import FrameType
 import uvicorn
 
 from ingress.app.config_file.loading import ConfigFile
+from ingress.cli.sd_notify import notify
 from ingress.cli.server_commands import Changes, Failed
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served
 from ingress.cli.worker_process import LATE_S, Asked, Rolling, WorkerProcess, spawn
+from ingress.core.base.settings import watchdog_s
 from ingress.core.base.signals import stop_signals
 from ingress.core.base.snapshot import Snapshot, both_kept
 from ingress.observe.live.part import WHAT
@@ -83,6 +85,7 @@ class Supervisor:
         self._signal: int | None = None
         self._code: int | None = None  # the exit code, once it stops
         self._killing_at = 0.0
+        self._watchdog_s, self._feed_at = watchdog_s(), 0.0
         self._looked_at = monotonic()
         self._waking, self._wakes = spawn.Pipe(duplex=False)
         self._posted: SimpleQueue[Asked] = SimpleQueue()
@@ -106,10 +109,18 @@ class Supervisor:
                     self._look_at(worker)
                     self._take_answers(worker)
                 self._report_ready()
+                self._feed_watchdog()
                 self._roll_on()
                 self._stop_if_told()
         assert self._code is not None
         return self._code
+
+    def _feed_watchdog(self) -> None:
+        """Show systemd that all workers answer: a worker that does not is ended here."""
+        now = monotonic()
+        if self._watchdog_s is not None and self._when_ready is None and now >= self._feed_at:
+            self._feed_at = now + self._watchdog_s / 2 - LOOK_S
+            notify("WATCHDOG=1")
 
     def last_snapshots(self) -> dict[int, Snapshot]:
         """Return the last snapshots that live workers have pushed, by pid. Thread-safe."""
@@ -190,7 +201,8 @@ class Supervisor:
             asked = self._posted.get()
             starting = [each.pid for each in self._workers if not each.is_ready]
             late = [each.pid for each in self._workers if each.is_late]
-            if asked.command == "snapshot" or (asked.command in WHAT and self._code is None):
+            is_question = asked.command in WHAT or asked.command == "retire"
+            if asked.command == "snapshot" or (is_question and self._code is None):
                 self._send(asked)  # it changes nothing: it goes to the workers that serve
             elif self._code is not None:
                 asked.refuse("the server stops")

@@ -69,9 +69,16 @@ class EngineHTTP:
             self.proxy,
             command_line.address(options, threads.settings),
             command_line.uvicorn_arguments(options, self.proxy.limits.http),
+            waits=command_line.replaces,
         )
         self.server = server
-        run_blocking(threads.control.loop, server.start())
+        if not command_line.replaces:
+            run_blocking(threads.control.loop, server.start())
+
+    def begin(self, threads: EngineThreads) -> None:
+        """Accept connections: the server that this one replaces does so no more."""
+        if self.server is not None and self.command_line.replaces:
+            run_blocking(threads.control.loop, self.server.start())
 
     def update(self, options: HTTPOptions, threads: EngineThreads) -> None:
         """Apply new options to the running server, and log those that have no effect on it."""

@@ -200,6 +200,19 @@ class LocalEngine:
         self.http.command_line = command_line
         self.http.options = command_line.over(HTTPOptions())
 
+    def begin_http(self) -> None:
+        """Accept connections, if the server has waited for that: it replaces another one."""
+        with self.operating() as threads:
+            if threads is not None:
+                self.http.begin(threads)
+
+    def retire(self, wait_s: float) -> None:
+        """Serve the open connections to their ends, and no others: another server does. Blocks."""
+        self.leave()
+        with self.operating() as threads:
+            if threads is not None and self.http.server is not None:
+                run_blocking(threads.control.loop, self.http.server.retire(wait_s))
+
     def start(
         self,
         http_options: HTTPOptions | None,

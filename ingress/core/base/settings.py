@@ -272,6 +272,31 @@ def notify_socket() -> str | None:
     return os.environ.get("NOTIFY_SOCKET") or None
 
 
+def listen_fds() -> int:
+    """Return the number of sockets that systemd has opened for this process, from `FIRST_FD` on.
+
+    Source: sd_listen_fds(3).
+    """
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return 0
+    number = os.environ.get("LISTEN_FDS", "")
+    return int(number) if number.isdecimal() else 0
+
+
+FIRST_FD = 3
+
+
+def watchdog_s() -> float | None:
+    """Return the seconds in which systemd wants a sign of life, `None` if it does not.
+
+    Source: sd_watchdog_enabled(3).
+    """
+    if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return None
+    microseconds = os.environ.get("WATCHDOG_USEC", "")
+    return int(microseconds) / 1e6 if microseconds.isdecimal() else None
+
+
 def runtime_folder() -> Path:
     """Return the folder of the control sockets of this user's servers, which may not exist.
 

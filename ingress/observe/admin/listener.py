@@ -32,7 +32,16 @@ class AdminListener:
     the loop `ingress-admin`, and makes snapshots in worker threads of that loop.
     """
 
-    __slots__ = ("_address", "_home", "_server", "_serving", "_socket", "options", "url")
+    __slots__ = (
+        "_address",
+        "_home",
+        "_is_stopped",
+        "_server",
+        "_serving",
+        "_socket",
+        "options",
+        "url",
+    )
 
     def __init__(
         self,
@@ -41,6 +50,7 @@ class AdminListener:
         more: Sequence[BaseRoute] = (),
     ) -> None:
         self.options = options
+        self._is_stopped = False
         self._address, self._socket = options.listen()
         self.url = url_of(self._socket, is_tls=False)
         self._home = EventLoopThread("ingress-admin")
@@ -48,7 +58,10 @@ class AdminListener:
         self._serving = start_on(self._home.loop, self._server.serve(sockets=[self._socket]))
 
     def stop(self) -> None:
-        """Close the connections and end the thread, within two seconds. Call it once."""
+        """Close the connections and end the thread, within two seconds. Once is enough."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         run_blocking(self._home.loop, self._end())
         self._socket.close()
         self._address.clean_up()

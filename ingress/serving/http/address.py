@@ -16,26 +16,31 @@ _NOT_OF_THIS_MACHINE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address to listen on: `uds`, else `fd`, else `host` and `port`.
+    """An address to listen on: `fd`, else `uds`, else `host` and `port`.
 
-    With port 0 the system chooses a port. `fd` is a socket that another program has bound.
+    With port 0 the system chooses a port. `fd` is a socket that another program has bound; with
+    `uds` too, its file is removed at the end. `is_shared` if a server of this user that it replaces
+    listens at the port, too.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
     fd: int | None = None
+    is_shared: bool = False
 
     def bind(self) -> socket.socket:
         """Return a socket that is bound and does not listen yet. Raises `RuntimeError`."""
-        if self.uds is not None:
-            return _bind_path(self.uds)
         if self.fd is not None:
             return _open(self.fd)
+        if self.uds is not None:
+            return _bind_path(self.uds)
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         # With the protocol: asyncio needs it to know that it may switch Nagle's algorithm off.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.is_shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             bound.bind((self.host, self.port))
         except OSError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ingress.core.calls.loops import EventLoopThread, run_on
@@ -19,17 +21,30 @@ logger = logging.getLogger("ingress")
 
 
 class HTTPServer:
-    """A server of an `HTTPProxy` on one address, on the loop `ingress-http`."""
+    """A server of an `HTTPProxy` on one address, on the loop `ingress-http`.
+
+    If it `waits`, no client can connect before `start`: a server that it replaces serves until
+    then. The socket may be handed over to a server that replaces this one.
+    """
 
     __slots__ = (
-        "_address", "_arguments", "_server", "_serving", "_socket", "home", "proxy", "url",
+        "_address", "_arguments", "_is_handed_over", "_server", "_serving", "_socket", "home",
+        "proxy", "url",
     )  # fmt: skip
 
-    def __init__(self, proxy: HTTPProxy, address: Address, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        proxy: HTTPProxy,
+        address: Address,
+        arguments: dict[str, Any],
+        *,
+        waits: bool = False,
+    ) -> None:
         self.proxy = proxy
         self._address = address
         self._arguments = arguments
-        self._socket = address.listen()
+        self._is_handed_over = False
+        self._socket = address.bind() if waits else address.listen()
         self.url = url_of(self._socket, is_tls=arguments["ssl_certfile"] is not None)
         self.home = EventLoopThread("ingress-http")
         self._server: HTTPThreadServer | None = None
@@ -51,7 +66,8 @@ class HTTPServer:
             "log_config": None,
         }
         config = uvicorn.Config(self.proxy, **arguments)
-        self._server = HTTPThreadServer(config, owns_socket=self._address.fd is None)
+        owns_socket = self._address.fd is None and not self._is_handed_over
+        self._server = HTTPThreadServer(config, owns_socket=owns_socket)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self._socket])
         )
@@ -65,6 +81,21 @@ class HTTPServer:
         """Make each response from now on close its connection. Thread-safe."""
         if self._server is not None:
             self.home.mailbox.post(close_after_answers, self._server)
+
+    def hand_over(self) -> socket.socket:
+        """Return the listening socket, for another process that serves on it. Thread-safe."""
+        # Race with a stop just before: the other process finds a socket that refuses handshakes,
+        # and no server that it could replace.
+        self._is_handed_over = True
+        if self._server is not None:
+            self._server.owns_socket = False
+        return self._socket
+
+    async def retire(self, wait_s: float) -> None:
+        """Accept no more connections, and wait until those that are open have ended."""
+        self._address = replace(self._address, uds=None)  # the other process has its file
+        if self._server is not None:
+            await run_on(self.home.loop, self._server.retire, wait_s)
 
     async def stop(self) -> None:
         """Close the connections and end the thread, within a second. The requests have ended."""

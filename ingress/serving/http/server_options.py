@@ -26,7 +26,8 @@ class ServerOptions:
     `serve.start` has no effect. `has_own_server` is false in a process whose server is not that
     of `serve.run`, such as a worker process: there, `serve.start` only records its options.
     `admin` are the options of the admin listener that the command itself starts; with `None` the
-    engine may start one. `process` is the name of the process in snapshots.
+    engine may start one. `process` is the name of the process in snapshots. If it `replaces` a
+    server, it accepts connections only once it `begin`s; it `shares_port` if both have sockets.
     """
 
     http: Mapping[str, Any] = field(default_factory=dict)
@@ -40,6 +41,8 @@ class ServerOptions:
     has_own_server: bool = True
     admin: AdminOptions | None = None
     process: str = "server"
+    replaces: bool = False
+    shares_port: bool = False
 
     def over(self, options: HTTPOptions) -> HTTPOptions:
         """Return the options with those of the command line in their place."""
@@ -51,7 +54,8 @@ class ServerOptions:
     def address(self, options: HTTPOptions, settings: Settings) -> Address:
         """Return the address; `options` are those that `over` returns."""
         host = options.host if "host" in options.model_fields_set else None
-        return Address(host or settings.http_host, options.port, self.uds, self.fd)
+        host = host or settings.http_host
+        return Address(host, options.port, self.uds, self.fd, self.shares_port)
 
     def uvicorn_arguments(self, options: HTTPOptions, limits: HTTPLimits) -> dict[str, Any]:
         """Return arguments of `uvicorn.Config`; `options` are those that `over` returns."""

@@ -28,6 +28,7 @@ class SharedPort:
         if self.has_own_sockets:
             # After `bind`, which has refused the port of another server, whatever its options.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self.is_handed_over = False  # to a server that replaces this one
         self._bound: socket.socket | None = bound
         self._family, self._address = bound.family, bound.getsockname()
 
@@ -42,6 +43,10 @@ class SharedPort:
         """Give the port up in this process. Those that serve it have sockets of their own."""
         if self._bound is not None:
             self._bound.close()
+
+    def shared(self) -> list[socket.socket]:
+        """Return the socket that all processes share; none if they have sockets of their own."""
+        return [] if self._bound is None or self.has_own_sockets else [self._bound]
 
     def open(self) -> socket.socket:
         """Return the socket to serve on. Raises `OSError` if it cannot be bound."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -14,6 +15,7 @@ from ingress.serving.http import leaving
 
 ASKING_S = 0.1  # for the first request on a connection that has just been made
 READING_S = 0.005
+LOOK_S = 0.05
 
 
 class HostedServer(uvicorn.Server):
@@ -51,16 +53,36 @@ class UvicornServer(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._lame_duck_s = lame_duck_s
-        self._owns_socket = owns_socket
+        self.owns_socket = owns_socket
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         leaving.close_after_answers(self)
         await asyncio.sleep(self._lame_duck_s)
-        if self._owns_socket:
-            for each in sockets or ():
-                leaving.refuse_handshakes(each)
+        self._refuse(sockets or ())
         await self._let_ask()
         await super().shutdown(sockets)
+
+    def _refuse(self, sockets: Iterable[socket.socket]) -> None:
+        if self.owns_socket:
+            for each in sockets:
+                leaving.refuse_handshakes(each)
+
+    async def retire(self, wait_s: float) -> None:
+        """Accept no more connections, and wait for the end of those that are open.
+
+        An idle connection ends with its keep-alive time, as always: to close it earlier could meet
+        a request. A socket that is shared stays open in the other process, with the connections
+        that wait to be accepted.
+        """
+        leaving.close_after_answers(self)
+        servers = getattr(self, "servers", ())
+        self._refuse(each for server in servers for each in server.sockets)
+        await asyncio.sleep(READING_S)  # waiting connections are accepted
+        for each in servers:
+            each.close()
+        until = monotonic() + wait_s
+        while self.server_state.connections and monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
 
     async def _let_ask(self) -> None:
         """Close the idle connections, once each had the time to send a request."""
