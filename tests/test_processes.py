@@ -190,11 +190,14 @@ def test_records_of_a_child_come_through_the_handlers_of_the_server_in_order(
         nonlocal out, err
         output = capfd.readouterr()
         out, err = out + output.out, err + output.err
-        return bool(out) and "on stderr\n" in err
+        return bool(out) and "on stderr" in err
 
     wait_until(has_printed)
-    assert out == "on stdout\n"
-    assert [err.count(each) for each in ("number 7\n", "on stderr\n", "\x1e")] == [1, 1, 0]
+    [pid] = pids("Model", "model")
+    whose = f"[Model#0 {pid}]"
+    assert out == f"on stdout {whose}\n"
+    found = [err.count(each) for each in ("number 7\n", f"on stderr {whose}\n", "\x1e")]
+    assert found == [1, 1, 0]
 
 
 def test_a_stall_in_a_child_is_logged_counted_and_listed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,10 @@ from tests.programs import run_python
 
 # In a process of its own: a process has one global tracer provider, and cannot unset it.
 SCRIPT = """
-import json, sys, time
+import json, logging, sys, time
 from opentelemetry import trace
 import ingress as serve
+from ingress.telemetry.logs.formats import JSONFormatter, TextFormatter
 from ingress.core.calls.tracing import TRACING
 
 names, ended = [], []
@@ -36,9 +38,19 @@ class Provider(trace.TracerProvider):
     def get_tracer(self, *args, **kwargs):
         return Tracer()
 
+kept = []
+
+class Keeping(logging.Handler):
+    def emit(self, record):
+        made = json.loads(JSONFormatter().format(record))
+        kept[:] = [made.get("trace_id"), made.get("span_id"), TextFormatter().format(record)]
+
+logging.getLogger("mine").addHandler(Keeping())
+
 @serve.deployment
 class Inner:
     def __call__(self):
+        logging.getLogger("mine").warning("here")
         return getattr(trace.get_current_span(), "name", None)
 
 @serve.deployment
@@ -65,11 +77,11 @@ while TRACING.tracer is None and time.monotonic() < until:
 names.clear(), ended.clear()
 found += [handle.remote().result(), names, ended]
 serve.shutdown()
-print(json.dumps(found))
+print(json.dumps([*found, kept] if how == "logs" else found))
 """
 
 
-def printed(how: str, **variables: str) -> object:
+def printed(how: str, **variables: str) -> Any:
     pytest.importorskip("opentelemetry.trace")
     done = run_python("-c", SCRIPT, how, **variables)
     assert done.returncode == 0, done.stderr
@@ -78,6 +90,15 @@ def printed(how: str, **variables: str) -> object:
 
 def test_a_tracer_provider_alone_makes_no_spans_of_handle_calls() -> None:
     assert printed("off") == [None, [], None, [], []]
+
+
+def test_log_records_have_the_ids_of_their_trace_and_span() -> None:
+    *_, names, _, (trace_id, span_id, text) = printed("logs", INGRESS_TRACING="1")
+
+    span = next(n for n, (name, _) in enumerate(names, 1) if name == "Inner.__call__")
+    assert (trace_id, span_id) == (f"{1:032x}", f"{span:016x}")
+    assert text.startswith("WARNING:  here [Inner#0 ")
+    assert text.endswith(f" trace {trace_id} span {span_id}]")
 
 
 @pytest.mark.parametrize(

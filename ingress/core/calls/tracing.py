@@ -168,6 +168,17 @@ def trace_id_of(call: Call) -> str:
     return getattr(call, "trace_id", "")
 
 
+def log_fields(call: Call | None) -> dict[str, str]:
+    """Return the ids of the trace and the span that a log record is made in; none without them."""
+    if TRACING.tracer is None:
+        return {}
+    found = current_span().get_span_context()
+    if found.is_valid:
+        return {"trace_id": f"{found.trace_id:032x}", "span_id": f"{found.span_id:016x}"}
+    trace_id = "" if call is None else trace_id_of(call)
+    return {"trace_id": trace_id} if trace_id else {}
+
+
 def note_exemplar(call: Call, latency: Latency, bucket: int, value_ms: float) -> None:
     """Keep a call that has a trace as the exemplar of a bucket, which it was counted in."""
     trace_id = trace_id_of(call)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.asgi import route_template
+from ingress.core.calls.tracing import trace_id_of
 from ingress.telemetry.logs.identity import printable
 from ingress.telemetry.logs.options import ACCESS, LOGS
 
@@ -90,7 +91,7 @@ class AccessLine:
             return
         self.is_logged = True
         reply = self.reply
-        application = deployment = replica = route = model_id = ""
+        application = deployment = replica = route = model_id = trace_id = ""
         queue_ms = 0.0
         now = monotonic()
         if reply is not None:
@@ -100,6 +101,7 @@ class AccessLine:
             if metadata.multiplexed_model_id:
                 model_id = printable(metadata.multiplexed_model_id)
             self.request_id = metadata.request_id
+            trace_id = trace_id_of(call)
             queued_at = self.queued_at or self._began
             queue_ms = max(0.0, (call.assigned_at or now) - queued_at) * 1e3
             if call.runner is not None:
@@ -129,6 +131,8 @@ class AccessLine:
         fields["queue_ms"] = round(queue_ms, 3)
         fields["client"] = _client_of(self._outer)
         fields["serve_access_log"] = True
+        if trace_id:
+            fields["trace_id"] = trace_id
         if path:
             fields["path"] = path
         _logger.handle(record)

@@ -248,7 +248,15 @@ class Link:
         self.on_end: Callable[[], None] = lambda: None
         self.on_report: Callable[[Report], None] = lambda report: None
         self.mark = token_hex(8)
-        self._output = Output(self.mark)
+        deployment = replica_id.deployment_id
+        self._output = Output(
+            self.mark,
+            {
+                "application": deployment.app_name,
+                "deployment": deployment.name,
+                "replica": replica_id.unique_id,
+            },
+        )
         self.module = ""
         self.end = ""
         self.model_ids: frozenset[str] = frozenset()

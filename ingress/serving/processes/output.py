@@ -87,12 +87,14 @@ def take_over(handler: LogLines, levels: Mapping[str, int]) -> None:
 class Output:
     """The output of one child, read in the thread that calls `pass_on`.
 
-    Any thread reads `last_lines`: of both streams and of the records, as they came.
+    Any thread reads `last_lines`: of both streams and of the records, as they came. `owner` are the
+    replica's fields of a log record, which each line gets that the child prints.
     """
 
-    __slots__ = ("_mark", "_process", "_record", "last_lines")
+    __slots__ = ("_mark", "_owner", "_process", "_record", "last_lines")
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, owner: Mapping[str, str]) -> None:
+        self._owner = owner
         self.last_lines: tuple[str, ...] = ()
         self._mark = (_SEPARATOR + mark).encode()
         self._record = bytearray()  # its first pieces
@@ -101,9 +103,10 @@ class Output:
     def pass_on(self, process: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         """Pass on all that a process writes, until both streams have ended."""
         self._process = process
+        fields = {**self._owner, "process": process}
         with stdout, stderr, DefaultSelector() as selector:
             for stream, to in ((stdout, 1), (stderr, 2)):
-                selector.register(stream, EVENT_READ, _Stream(to))
+                selector.register(stream, EVENT_READ, _Stream(to, fields))
             while selector.get_map():
                 for key, _ in selector.select():
                     chunk = os.read(key.fd, _CHUNK)
@@ -164,14 +167,21 @@ class Output:
 
 
 class _Stream:
-    """One stream of a child: `held` may be a part of a record, `_line` was passed on already."""
+    """One stream of a child: `held` may be a part of a record, `_line` was passed on already.
 
-    __slots__ = ("_line", "_to", "held")
+    As text, a line ends with its replica and its process, as a log record does; the beginning of a
+    line, such as a progress bar's, is passed on at once.
+    """
 
-    def __init__(self, to: int) -> None:
+    __slots__ = ("_fields", "_line", "_suffix", "_to", "held")
+
+    def __init__(self, to: int, fields: Mapping[str, object]) -> None:
         self.held = b""
         self._to = to
         self._line = b""
+        self._fields = fields
+        name = f"{fields['deployment']}#{fields['replica']}"
+        self._suffix = f" [{name} {fields['process']}]\n".encode()
 
     def pass_on(self, data: bytes) -> list[str]:
         """Write to the same stream of this process, and return the lines that are complete."""
@@ -180,13 +190,13 @@ class _Stream:
         written = json_stream(self._to)
         if written is None:
             try:
-                os.write(self._to, data)
+                os.write(self._to, self._named(data))
             except OSError:
                 pass  # it is closed: the child must not wait for that
         *lines, self._line = (self._line + data[-_CHUNK:]).split(b"\n")
         if written is not None:
             for each in lines:
-                written.write(each.decode(errors="replace") + "\n")
+                written.put(each.decode(errors="replace"), self._fields)
         self._line = self._line[-TAIL:]
         return [each.decode(errors="replace") for each in lines]
 
@@ -196,5 +206,16 @@ class _Stream:
             return []
         text = self._line.decode(errors="replace")
         if (written := json_stream(self._to)) is not None:
-            written.write(text + "\n")
+            written.put(text, self._fields)
         return [text]
+
+    def _named(self, data: bytes) -> bytes:
+        """Return what is written with the replica at the end of each line that is not empty."""
+        first, *others = data.split(b"\n")
+        is_begun = bool(self._line)
+        named = bytearray(first)
+        for each in others:
+            named += self._suffix if is_begun or first else b"\n"
+            named += each
+            first, is_begun = each, False
+        return bytes(named)

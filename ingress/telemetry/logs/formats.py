@@ -11,7 +11,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ingress.core.base.options import LOG_ATTRIBUTES
 from ingress.core.execution.unreadable import readable
@@ -129,8 +129,18 @@ class TextFormatter(_Formatter):
 def _whose(record: logging.LogRecord) -> list[str]:
     fields = record.__dict__
     deployment, replica = fields.get("deployment"), fields.get("replica")
-    names = [f"{deployment}#{replica}" if deployment else "", fields.get("request_id")]
+    names = [
+        f"{deployment}#{replica}" if deployment else "",
+        fields.get("request_id"),
+        _trace_of(fields),
+    ]
     return [str(each) for each in names if each]
+
+
+def _trace_of(fields: Mapping[str, object]) -> str:
+    """Return the trace and the span of a record in words, "" without them."""
+    trace_id, span_id = fields.get("trace_id"), fields.get("span_id")
+    return f"trace {trace_id}{f' span {span_id}' if span_id else ''}" if trace_id else ""
 
 
 def prefix_of(level: str, *, colors: bool) -> str:
@@ -173,7 +183,7 @@ class AccessText(_Formatter):
         rest = [
             f"{fields.get('latency_ms', 0):.1f}ms",
             f"queue {fields.get('queue_ms', 0):.1f}ms",
-            *filter(None, (replica, fields.get("request_id"))),
+            *filter(None, (replica, fields.get("request_id"), _trace_of(fields))),
         ]
         head = [_one_word(str(fields.get(each) or "")) for each in ("client", "method")]
         route = _one_word(fields.get("route") or fields.get("path") or "-")

@@ -3,6 +3,7 @@
     request_id              of a batch, those of all its requests, joined by commas
     route                   the path template, such as "/items/{id}"
     application, deployment, replica, multiplexed_model_id
+    trace_id, span_id       with `--tracing`: of the current span, in hexadecimal digits
 
 All are empty outside of a request. While applications run, `name_records` gives them to every
 record of the process, whatever its logger, by a record factory around the current one: no logger
@@ -19,9 +20,11 @@ from typing import Any
 
 from ingress.context import REPLICA
 from ingress.core.calls.call import CURRENT_CALL, current_calls
+from ingress.core.calls.tracing import log_fields
 
 FIELDS = (
     "request_id", "route", "application", "deployment", "replica", "multiplexed_model_id",
+    "trace_id", "span_id",
 )  # fmt: skip
 
 MAX_FIELD = 256
@@ -45,7 +48,7 @@ def identity() -> dict[str, str]:
             "multiplexed_model_id": printable(call.metadata.multiplexed_model_id),
             "request_id": ",".join([each.metadata.request_id for each in calls]),
         }
-    return fields
+    return fields | log_fields(call)
 
 
 class RequestFilter(logging.Filter):

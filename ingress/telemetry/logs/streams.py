@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -84,6 +85,10 @@ class JSONStream(io.TextIOBase):
         """Return the binary side. The stream can still be used."""
         return self.buffer
 
+    def put(self, line: str, fields: Mapping[str, object]) -> None:
+        """Write a whole line that another process has printed, with fields of its own."""
+        self._put(line, fields)
+
     def finish(self) -> None:
         """Put the texts that no line break has ended."""
         for thread in list(self._begun):
@@ -94,7 +99,7 @@ class JSONStream(io.TextIOBase):
         self._begun.clear()
         self._is_of_a_child = True
 
-    def _put(self, text: str) -> None:
+    def _put(self, text: str, fields: Mapping[str, object] | None = None) -> None:
         lines = text.rstrip("\n")
         if not lines.strip():
             return
@@ -104,6 +109,7 @@ class JSONStream(io.TextIOBase):
         record = logging.getLogRecordFactory()(
             self._stream_name, logging.INFO, "", 0, lines, None, None
         )
+        record.__dict__.update(fields or {})
         self._sink.put(_formatter.format(record))
 
 
