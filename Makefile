@@ -26,7 +26,7 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-ray test-ray-nodes test-ecosystem \
+.PHONY: help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
 .DELETE_ON_ERROR:
@@ -86,6 +86,9 @@ test-processes: .venv/.test ## Replicas in child processes: all scenarios, 1,000
 		tests/test_process_attacks.py $(ARGS)
 	@$(BIN)/python -m tests.process_kills 1000
 	@$(BIN)/python -m tests.process_attacks 2000
+
+test-drills: .venv/.test ## Six incidents, and the seconds until page, top, status and log name each: 5 minutes
+	@$(BIN)/python -m tests.drills $(ARGS)
 
 test-page: .venv-page/.made ## The page of the admin listener in Chromium; makes docs/observing/*.png (needs chromium)
 	@INGRESS_SCREENSHOTS=1 .venv-page/bin/python -m pytest -q -s tests/browser $(ARGS)

@@ -354,12 +354,14 @@ _LOOP = {"stands_ms": 0, "busy": 0.0, "runs": None, "thread": EVIL}
 VIEW = {
     "pid": 4711, "url": EVIL, "workers": [4711], "silent": [], "is_healthy": True, "at": 0.0,
     "problems": [
-        {"level": "bad", "application": EVIL, "deployment": EVIL, "text": EVIL, "state": EVIL}
+        {"level": "bad", "application": EVIL, "deployment": EVIL, "text": EVIL, "state": EVIL,
+         "kind": EVIL}
     ],
     "applications": [{
         "name": EVIL, "status": EVIL, "message": EVIL, "deployed_at_s": 0.0, "route_prefix": EVIL,
         "deployments": [_DEPLOYMENT, {**_DEPLOYMENT, "name": "M"}],
     }],
+    "memory": [{"process": EVIL, "rss_bytes": 1, "bytes_per_h": None}],
     "replicas": [{
         "application": EVIL, "deployment": EVIL, "replica": EVIL, "process": EVIL, "pid": 1,
         "ongoing": 1, "loop": _LOOP, "lanes": [{"name": EVIL, "ongoing": 1, "limit": 1, "queued": 1,

@@ -36,8 +36,8 @@ from tests.servers import PATIENCE_S, Answer, Connection, bind, get, served, wai
 
 PAGE = Path(serve.__file__).with_name("live") / "page.html"
 EMPTY: dict[str, Any] = {
-    "pid": 1, "counts": {}, "url": None, "applications": {}, "replicas": [], "slowest": [],
-    "failed": [],
+    "pid": 1, "counts": {}, "memory": {}, "url": None, "applications": {}, "replicas": [],
+    "slowest": [], "failed": [],
 }  # fmt: skip
 EVENTS = "/api/events"
 BAD_ROUTE = "/<script>alert(1)</script>"

@@ -190,7 +190,7 @@ def test_a_log_record_without_an_end_is_passed_on_as_text(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     (out, stdout), (err, stderr) = os.pipe(), os.pipe()
-    output = Output("mark")
+    output = Output("mark", {"deployment": "Model", "replica": "0"})
     thread = threading.Thread(
         target=output.pass_on, args=(1, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0))
     )

@@ -22,7 +22,7 @@ from ingress.cli.build_command import build_command
 from ingress.cli.cluster_commands import delete
 from ingress.cli.config_command import RUN_OPTIONS
 from ingress.cli.config_command import config as config_command
-from ingress.cli.control_commands import reload, scale, status, stop
+from ingress.cli.control_commands import memory, reload, scale, status, stop
 from ingress.cli.run_command import run
 from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import (
@@ -76,7 +76,7 @@ def _main(
 
 app.command()(run)
 app.command("build")(build_command)
-for command in (status, top, stop, scale, reload, delete):
+for command in (status, top, memory, stop, scale, reload, delete):
     app.command()(command)
 app.command("config", context_settings=RUN_OPTIONS)(config_command)
 

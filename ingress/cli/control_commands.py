@@ -17,6 +17,7 @@ from ingress.cli import cluster_commands, status_tables
 from ingress.cli.cluster_commands import Address
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.following import TIMEOUT_S, Following, Timeout, Wait
+from ingress.cli.server_commands import MOST_MEMORY_S
 from ingress.cli.serving import read_settings
 from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed
@@ -105,6 +106,40 @@ def _as_ray(view: Any) -> dict[str, Any]:
         "target_capacity": None,
         **{key: view[key] for key in ("pid", "url", "workers", "silent", "is_healthy", "problems")},
     }
+
+
+def memory(
+    name: Name = None,
+    pid: Pid = None,
+    deployment: Annotated[
+        str | None,
+        typer.Option(help="Only the processes of this deployment.", show_default=False),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=MOST_MEMORY_S, help="Time between both looks.")
+    ] = 10.0,
+    as_json: AsJSON = False,
+) -> None:
+    """Print the lines and the types of objects by which a server's memory grows.
+
+    [dim]ingress memory --seconds 30[/dim]
+
+    It looks twice, and traces allocations meanwhile: requests take up to three times
+    as long. A line is the last of your code before an allocation that is still in use.
+    """
+    server = chosen(name, pid)
+    if not as_json:
+        console.print(f"[dim]looks again after {seconds:g} s[/dim]", highlight=False)
+    found = ask_server(server, "memory", seconds + ANSWER_S, seconds=seconds)
+    if deployment is not None:
+        own = [each for each in found if f"/{deployment}#" in each["process"]]
+        found = own or found  # its replicas are threads of the server's processes
+    if as_json:
+        print_json({"processes": found})
+        return
+    for each in tamed(found):
+        for line in status_tables.memory(each):
+            console.print(line, soft_wrap=True)
 
 
 def stop(

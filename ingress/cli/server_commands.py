@@ -11,10 +11,12 @@ from typing import Any
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.sd_notify import notify
 from ingress.engines import local_engine
+from ingress.observe.live.documents import MemoryOfProcess
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import WHAT
 from ingress.serving.control import changes
 
+MOST_MEMORY_S = 240.0
 SCALE = "ingress scale"
 """The origin of the options that the command sets."""
 
@@ -34,6 +36,7 @@ def commands_of_one_process(observer: Observer) -> dict[str, Command]:
         "livez": livez,
         "view": lambda arguments: observer.view(),
         "progress": lambda arguments: observer.progress(),
+        "memory": lambda arguments: memory(observer, arguments),
         "stop": stop,
         "scale": scale,
     }
@@ -55,6 +58,14 @@ def run_in_worker(name: str, arguments: Mapping[str, Any]) -> Any:
         return commands_of_a_worker()[name](arguments)
     except Exception as error:
         return Failed(str(error) if isinstance(error, CommandError) else repr(error))
+
+
+def memory(observer: Observer, arguments: Mapping[str, Any]) -> list[MemoryOfProcess]:
+    """Return what grows in each process in some seconds."""
+    seconds = arguments.get("seconds", 10.0)
+    if not isinstance(seconds, int | float) or not 0 < seconds <= MOST_MEMORY_S:
+        raise CommandError(f"seconds must be a number up to {MOST_MEMORY_S:g}, got {seconds!r}")
+    return observer.memory(seconds)
 
 
 def stop(arguments: Mapping[str, Any]) -> None:

@@ -16,11 +16,13 @@ from ingress.observe.live.documents import (
     DeploymentView,
     Lane,
     Loop,
+    MemoryOfProcess,
     ReplicaOfServer,
     StallOfLoop,
     View,
 )
 
+MIB = 1 << 20
 _BARS = "▁▂▃▄▅▆▇█"
 _GOOD = ("RUNNING", "HEALTHY")
 _BAD = ("DEPLOY_FAILED", "UNHEALTHY", "HELD", "STALLED", "FAILING")
@@ -42,7 +44,16 @@ def headline(view: View) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis").append(f"server {view['pid']}", "bold")
     several = f", {workers} workers" if workers > 1 else ""
     text.append(several + (f" at {view['url']}" if view["url"] else ""))
+    if view["memory"]:
+        text.append(f"  {_memory_of(view)}", "dim")
     return text.append("  ").append(*_health(view))
+
+
+def _memory_of(view: View) -> str:
+    """Return the memory of all processes, and its growth by the hour once it is known."""
+    rss = sum(each["rss_bytes"] for each in view["memory"]) / MIB
+    known = [each["bytes_per_h"] for each in view["memory"] if each["bytes_per_h"] is not None]
+    return f"{rss:.0f} MiB" + (f" ({sum(known) / MIB:+.0f}/h)" if known else "")
 
 
 def _health(view: View) -> tuple[str, str]:
@@ -65,6 +76,23 @@ def problems(view: View, most: int = 1000) -> list[Text]:
         line.append(" ".join(each["text"].split()))
         line.truncate(most, overflow="ellipsis")
         lines.append(line)
+    return lines
+
+
+def memory(found: MemoryOfProcess) -> list[Text]:
+    """Return the lines about the growth of one process."""
+    before, after = found["before_bytes"] / MIB, found["after_bytes"] / MIB
+    head = Text(found["process"], "bold")
+    if found["problem"]:
+        return [head.append(f": {found['problem']}", "red")]
+    lines = [head.append(f"  {before:.0f} -> {after:.0f} MiB", "not bold")]
+    for each in found["lines"]:
+        size = f"{each['bytes'] / 1024:+,.0f} KiB"
+        at = f"{os.path.basename(each['file'])}:{each['line']}"
+        lines.append(Text(f"  {size:>14} in {each['blocks']:>7,} blocks  {at}: {each['source']}"))
+    if found["types"]:
+        kinds = ", ".join(f"{each['objects']:+,} {each['type']}" for each in found["types"][:5])
+        lines.append(Text(f"  objects: {kinds}", "dim"))
     return lines
 
 

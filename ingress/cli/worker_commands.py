@@ -20,7 +20,15 @@ from typing import Any
 
 from ingress.app.config_file.loading import ConfigFile
 from ingress.cli.control_socket import Command, CommandError
-from ingress.cli.server_commands import SCALE, Changes, Failed, livez, scaling, stop
+from ingress.cli.server_commands import (
+    SCALE,
+    Changes,
+    Failed,
+    livez,
+    memory,
+    scaling,
+    stop,
+)
 from ingress.cli.worker_process import Asked, Rolling
 from ingress.cli.workers import Supervisor
 from ingress.core.base.process import process_facts
@@ -102,6 +110,7 @@ class WorkersCommands:
             "livez": livez,
             "view": lambda arguments: self.observer.view(),
             "progress": lambda arguments: self.observer.progress(),
+            "memory": lambda arguments: memory(self.observer, arguments),
             "stop": stop,
             "scale": lambda arguments: self.change(scaling(arguments), SCALE, is_scaling=True),
         }
@@ -109,7 +118,7 @@ class WorkersCommands:
     def _answers(self, command: str, argument: float = 0.0) -> tuple[list[Any], dict[int, str]]:
         """Return the answers of the workers, and the reasons of those without one, by id."""
         wait_s = STATUS_S
-        if command == "record":
+        if command in ("record", "memory"):
             wait_s += argument + ASK_S  # a worker waits so long for its child processes
         asked = _asked(self.workers, command, wait_s, {"argument": argument})
         told = dict(asked.answers)

@@ -172,10 +172,54 @@ class Counters(TypedDict):
 
 
 class CountPart(TypedDict):
-    """The counters of one process."""
+    """The counters of one process, and its memory and that of its children, in bytes by name."""
 
     pid: int
     counts: dict[Deployment, Counters]
+    memory: dict[str, int]
+
+
+class GrownLine(TypedDict):
+    """A line of code, and the bytes and blocks that it has allocated and that are in use."""
+
+    file: str
+    line: int
+    source: str
+    bytes: int
+    blocks: int
+
+
+class GrownType(TypedDict):
+    """A type, and by how many its objects have become more."""
+
+    type: str
+    objects: int
+
+
+class MemoryOfProcess(TypedDict):
+    """The growth of one process between two moments; `problem` says why it is not known."""
+
+    process: str
+    problem: str
+    before_bytes: int
+    after_bytes: int
+    lines: list[GrownLine]
+    types: list[GrownType]
+
+
+class MemoryPart(TypedDict):
+    """The growth of a process of the server, and of its children."""
+
+    pid: int
+    processes: list[MemoryOfProcess]
+
+
+class ProcessMemory(TypedDict):
+    """The resident memory of a process, and its growth by the hour; `None` until it is known."""
+
+    process: str
+    rss_bytes: int
+    bytes_per_h: float | None
 
 
 class DeploymentPart(TypedDict):
@@ -328,10 +372,12 @@ class Recent(TypedDict):
 class Problem(TypedDict):
     """A problem in words; `level` is "bad" or "warn", `state` that of its deployment or "".
 
-    Source: `observe/live/problems`.
+    `kind` is one word, which stays while the text has other numbers. Source:
+    `observe/live/problems`.
     """
 
     level: str
+    kind: str
     application: str
     deployment: str
     text: str
@@ -395,5 +441,6 @@ class View(TypedDict):
     routes: list[RouteView]
     replicas: list[ReplicaOfServer]
     trace_url: str
+    memory: list[ProcessMemory]
     slowest: list[dict[str, Any]]
     failed: list[dict[str, Any]]

@@ -133,6 +133,15 @@ class History:
                 if span_s
             }
 
+    def has_trouble(self) -> bool:
+        """Return whether calls fail, wait or are refused, or clients leave."""
+        rates, _ = self.window()
+        return (
+            any(each["errors"] or each["left"] for each in rates.values())
+            or any(self._now.queued.values())
+            or any(self.refused().values())
+        )
+
     def recent(self) -> dict[Deployment, Recent]:
         """Return the last intervals of each deployment, for small charts."""
         with self._lock:

@@ -1,10 +1,11 @@
-"""The observer of a server: it asks its processes, keeps the history, and logs held slots."""
+"""The observer of a server: it asks its processes, keeps the history, and logs problems."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Self
 
@@ -15,11 +16,14 @@ from ingress.observe.live.documents import (
     CountPart,
     Deployment,
     DeploymentProgress,
+    MemoryOfProcess,
+    Problem,
     Series,
     View,
 )
 from ingress.observe.live.history import History
-from ingress.observe.live.problems import HELD_S, is_held
+from ingress.observe.live.memory import Growth
+from ingress.observe.live.problems import LOGGED, is_growing
 from ingress.observe.live.recording import merged_traces
 from ingress.observe.live.view import view_of
 
@@ -27,21 +31,50 @@ logger = logging.getLogger("ingress")
 
 JOIN_S = 1.0
 LOOK_S = 2.0
+OVER_S = 5.0
+OVER = {
+    "errors": "no request has failed for a minute",
+    "held": "its calls end again",
+    "left": "no client has left for a minute",
+    "memory": "the memory does not grow any more",
+    "queue": "no request waits for a slot",
+    "replica": "no replica fails more than the others",
+}
 FRESH_S = 0.4  # a view this old is shown again: two viewers cost as much as one
+
+
+Key = tuple[str, str, str]
+"""An application, a deployment, and the kind of a problem."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """A problem that goes on, in monotonic time."""
+
+    began_at: float
+    seen_at: float = 0.0
+    is_logged: bool = False
+
+
+def _where(key: Key) -> str:
+    where = ":".join(filter(None, key[:2]))
+    return f"{where}: " if where else ""
 
 
 class Observer:
     """The views of one server, and its history. Thread-safe."""
 
     __slots__ = (
-        "_ask", "_held", "_history", "_is_over", "_lock", "_thread", "_url", "_view", "_viewed_at",
+        "_ask", "_growth", "_history", "_is_over", "_lock", "_thread", "_told", "_url", "_view",
+        "_viewed_at",
     )  # fmt: skip
 
     def __init__(self, ask: Ask, url: Callable[[], str | None] = lambda: None) -> None:
         self._ask = ask
         self._url = url
         self._history = History()
-        self._held: dict[Deployment, float] = {}  # those that were logged, and for how long
+        self._growth = Growth()
+        self._told: dict[Key, _Told] = {}
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._view: View | None = None
@@ -56,7 +89,7 @@ class Observer:
         self.stop()
 
     def start(self) -> None:
-        """Begin to look every 2 s, for the rates of the last minutes and for held slots."""
+        """Begin to look every 2 s, for the rates of the last minutes and for problems."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -71,28 +104,33 @@ class Observer:
                 with self._lock:  # in the order in which they were asked for
                     parts, _ = self._ask("counts")
                     self._history.add(monotonic(), _counts(parts))
-                self._log_held(_held_s(parts))
+                    memory = self._growth.add(monotonic(), _memory(parts))
+                if self._told or self._history.has_trouble() or any(map(is_growing, memory)):
+                    self._log(self.view()["problems"])
             except Exception:  # no process answers, while the server starts or stops
                 logger.debug("no process tells its counters", exc_info=True)
             self._is_over.wait(LOOK_S)
 
-    def _log_held(self, held_s: Mapping[Deployment, float]) -> None:
-        """Log each deployment whose slots are held while others wait, once, and its end."""
-        for name in [each for each in self._held if each not in held_s]:
-            logger.info("%s:%s: its calls end again, after %.0f s", *name, self._held.pop(name))
-        self._held.update((name, held_s[name]) for name in self._held)
-        if held_s.keys() <= self._held.keys():
-            return
-        for application in self.view()["applications"]:
-            for each in application["deployments"]:
-                name = application["name"], each["name"]
-                if name in self._held or name not in held_s or not is_held(each):
-                    continue
-                self._held[name] = each["held_s"]
-                for problem in self.view()["problems"]:
-                    if (problem["application"], problem["deployment"]) == name:
-                        logger.warning("%s:%s: %s", *name, problem["text"])
-                        break
+    def _log(self, problems: Sequence[Problem]) -> None:
+        """Log each problem that two looks in a row have seen, once, and its end."""
+        now = monotonic()
+        seen = {
+            (each["application"], each["deployment"], each["kind"]): each["text"]
+            for each in problems
+            if each["kind"] in LOGGED
+        }
+        for key, text in seen.items():
+            told = self._told.setdefault(key, _Told(now))
+            told.seen_at = now
+            if not told.is_logged and (now > told.began_at or key[2] == "held"):
+                told.is_logged = True
+                logger.warning("%s%s", _where(key), text)
+        for key, told in list(self._told.items()):
+            if now - told.seen_at >= OVER_S:
+                del self._told[key]
+                if told.is_logged:
+                    took_s = told.seen_at - told.began_at
+                    logger.info("%sover after %.0f s: %s", _where(key), took_s, OVER[key[2]])
 
     def view(self) -> View:
         """Return the state of the server, at most `FRESH_S` old."""
@@ -109,7 +147,8 @@ class Observer:
             rates, span_s = self._history.window()
             recent = self._history.recent()
             refused = self._history.refused()
-            self._view = view_of(parts, absent, rates, refused, span_s, recent, self._url())
+            memory = self._growth.add(monotonic(), _memory(parts))
+            self._view = view_of(parts, absent, rates, refused, span_s, recent, memory, self._url())
             self._viewed_at = monotonic()
             return self._view
 
@@ -123,6 +162,11 @@ class Observer:
         parts, _ = self._ask("configuration")
         first: Configuration | None = next(iter(parts), None)
         return {"flag": None, "moves": [], "options": []} if first is None else first
+
+    def memory(self, seconds: float) -> list[MemoryOfProcess]:
+        """Return what grows in each process in some seconds. It blocks."""
+        parts, _ = self._ask("memory", seconds)
+        return [each for part in parts for each in part["processes"]]
 
     def record(self, seconds: float) -> tuple[str | None, list[str]]:
         """Return a recording of all processes, and why some are missing in it. It blocks.
@@ -140,14 +184,8 @@ class Observer:
         return self._history.series((application, deployment, route))
 
 
-def _held_s(parts: Sequence[CountPart]) -> dict[Deployment, float]:
-    """Return the deployments whose slots have all been held for a while, and for how long."""
-    return {
-        name: each["held_s"]
-        for part in parts
-        for name, each in part["counts"].items()
-        if each["held_s"] >= HELD_S
-    }
+def _memory(parts: Sequence[CountPart]) -> dict[str, int]:
+    return {name: rss for part in parts for name, rss in part["memory"].items()}
 
 
 def _counts(parts: Sequence[CountPart]) -> list[tuple[int, dict[Deployment, Counters]]]:

@@ -15,10 +15,12 @@ from ingress.observe.live.documents import (
     ConfigurationPart,
     CountPart,
     Links,
+    MemoryPart,
     Part,
     Progress,
     Recording,
 )
+from ingress.observe.live.memory import memory, rss_of
 from ingress.observe.live.recording import record
 from ingress.observe.live.running import RUNNING
 from ingress.schema import ServeStatus
@@ -52,7 +54,12 @@ def parts_of(
 
 def count_part(server: Server, argument: float = 0.0) -> CountPart:
     """Return the counters of this process, and nothing else: cheap."""
-    return {"pid": os.getpid(), "counts": counts(list(server.applications.values()))}
+    running = dict(server.applications)
+    return {
+        "pid": os.getpid(),
+        "counts": counts(running.values()),
+        "memory": rss_of(server.http.command_line.process, _replicas(running)),
+    }
 
 
 def part(server: Server, argument: float = 0.0) -> Part:
@@ -101,6 +108,11 @@ def configuration(server: Server, argument: float = 0.0) -> ConfigurationPart:
 def recording(server: Server, seconds: float) -> Recording:
     """Return a recording of some seconds. It blocks."""
     return {"pid": os.getpid(), "trace": record(_replicas(dict(server.applications)), seconds)}
+
+
+def memory_part(server: Server, seconds: float) -> MemoryPart:
+    """Return what grows in some seconds. It blocks."""
+    return memory(server.http.command_line.process, _replicas(dict(server.applications)), seconds)
 
 
 def _replicas(running: Mapping[str, RunningApplication]) -> list[Replica]:
@@ -157,6 +169,7 @@ WHAT: Mapping[str, Callable[[Server, float], Mapping[str, object]]] = {
     "counts": count_part,
     "progress": progress,
     "configuration": configuration,
+    "memory": memory_part,
     "record": recording,
 }
 """The questions of an observer."""

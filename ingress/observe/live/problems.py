@@ -20,6 +20,7 @@ from ingress.observe.live.documents import (
     DeploymentView,
     Line,
     Problem,
+    ProcessMemory,
     ReplicaOfServer,
     StallOfLoop,
     StallsIn,
@@ -27,6 +28,8 @@ from ingress.observe.live.documents import (
 )
 
 BAD = ("DEPLOY_FAILED", "UNHEALTHY")
+LOGGED = frozenset(("errors", "held", "left", "memory", "queue", "replica"))
+"""The kinds of problems that the observer logs; the others have a log record already."""
 SILENT = "does not answer"
 FAILING = 0.05  # share of requests without a good answer that is bad
 HELD_S = 3.0
@@ -34,10 +37,12 @@ HELD_S = 3.0
 USUALLY = 2.0  # times the 99th percentile, for calls that usually take longer
 WORSE = 4.0  # times as many of one replica's calls fail as of the others'
 FEW = 0.1  # failed calls a second of a replica that are too few to tell
+MIB = 1 << 20
+GROWS, GROWS_BYTES = 0.25, 64 * MIB  # in an hour
 BUSY = 0.85  # share of a processor of a loop that computes
 
-Words = tuple[str, str, str]
-"""The level of a problem, its text, and the state that it is; "" for none."""
+Words = tuple[str, str, str, str]
+"""The kind of a problem, its level, its text, and the state that it is; "" for none."""
 
 
 def all_healthy(applications: Iterable[str], deployments: Iterable[str]) -> bool:
@@ -46,9 +51,12 @@ def all_healthy(applications: Iterable[str], deployments: Iterable[str]) -> bool
     return runs and not any(each in BAD for each in deployments)
 
 
-def _problem(level: str, application: str, deployment: str, text: str, state: str = "") -> Problem:
+def _problem(
+    kind: str, level: str, application: str, deployment: str, text: str, state: str = ""
+) -> Problem:
     return {
         "level": level,
+        "kind": kind,
         "application": application,
         "deployment": deployment,
         "text": text,
@@ -60,9 +68,16 @@ def problems_of(
     absent: Mapping[int, str],
     applications: Sequence[ApplicationView],
     replicas: Sequence[ReplicaOfServer],
+    memory: Sequence[ProcessMemory] = (),
 ) -> list[Problem]:
     """Return the problems in words, the gravest first."""
-    found = [_problem("bad", "", "", f"worker {pid} {reason}") for pid, reason in absent.items()]
+    found = [
+        _problem("worker", "bad", "", "", f"worker {pid} {reason}")
+        for pid, reason in absent.items()
+    ]
+    found += [
+        _problem("memory", "warn", "", "", _growing(each)) for each in memory if is_growing(each)
+    ]
     for application in applications:
         name, status = application["name"], application["status"]
         own = [each for each in replicas if each["application"] == name]
@@ -70,12 +85,28 @@ def problems_of(
         for each in application["deployments"]:
             mine = [one for one in own if one["deployment"] == each["name"]]
             own_words = _words(each, mine)
-            words += [_problem(level, name, each["name"], *rest) for level, *rest in own_words]
+            words += [
+                _problem(kind, level, name, each["name"], *rest) for kind, level, *rest in own_words
+            ]
         if status != "RUNNING" and not any(each["level"] == "bad" for each in words):
             text = application["message"] or f"it is {status}"
-            words.append(_problem("bad" if status in BAD else "warn", name, "", text))
+            words.append(_problem("status", "bad" if status in BAD else "warn", name, "", text))
         found += words
     return sorted(found, key=lambda each: each["level"])
+
+
+def is_growing(memory: ProcessMemory) -> bool:
+    """Return whether a process would grow by a quarter, and by 64 MiB, within an hour."""
+    by_hour = memory["bytes_per_h"] or 0.0
+    return by_hour > max(GROWS * memory["rss_bytes"], GROWS_BYTES)
+
+
+def _growing(memory: ProcessMemory) -> str:
+    rss, by_hour = memory["rss_bytes"] / MIB, (memory["bytes_per_h"] or 0.0) / MIB
+    return (
+        f"the memory of {memory['process']} grows by {by_hour:.0f} MiB an hour, and is {rss:.0f} "
+        "MiB: `ingress memory` names the lines"
+    )
 
 
 def state_of(application: str, deployment: DeploymentView, problems: Iterable[Problem]) -> str:
@@ -88,23 +119,24 @@ def state_of(application: str, deployment: DeploymentView, problems: Iterable[Pr
 
 
 def _words(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> list[Words]:
-    """Return the level, the text and the state of each problem of one deployment."""
+    """Return the words for each problem of one deployment."""
     found: list[Words] = []
     status, message = deployment["status"], deployment["message"]
     if status in BAD or message:
-        found.append(("bad" if status in BAD else "warn", message or f"it is {status}", ""))
+        level = "bad" if status in BAD else "warn"
+        found.append(("status", level, message or f"it is {status}", ""))
     for each in replicas:
-        found += [("bad", text, "STALLED") for text in _standing(each)]
-    found += [("warn", text, "") for text in _stalled(replicas)]
+        found += [("stands", "bad", text, "STALLED") for text in _standing(each)]
+    found += [("stalled", "warn", text, "") for text in _stalled(replicas)]
     if is_held(deployment):
-        found.append(("bad", _held(deployment, replicas), "HELD"))
+        found.append(("held", "bad", _held(deployment, replicas), "HELD"))
     elif waiting := _waiting(deployment):
         running = [each for each in replicas if each["state"] == "RUNNING"]
         slots = _count(deployment["slots"], "slot", "slots")
         of = _count(len(running), "replica", "replicas")
         text = f"{waiting}; {deployment['ongoing']} run in {slots} of {of}. "
-        found.append(("warn", text + _advice(deployment, running), ""))
-    found += [("bad", text, "FAILING") for text in _failing(replicas)]
+        found.append(("queue", "warn", text + _advice(deployment, running), ""))
+    found += [("replica", "bad", text, "FAILING") for text in _failing(replicas)]
     if deployment["errors"]:
         found.append(_share(deployment, "errors", "of its requests failed"))
     if deployment["left"]:
@@ -112,14 +144,15 @@ def _words(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> l
     if deployment["orphans"]:
         runs = _count(deployment["orphans"], "call runs", "calls run")
         text = f"{runs} on although the client has left or the deadline has passed"
-        found.append(("warn", text, ""))
+        found.append(("orphans", "warn", text, ""))
     return found
 
 
 def _share(deployment: DeploymentView, what: Literal["errors", "left"], words: str) -> Words:
     share = deployment[what] / max(deployment["rate"], deployment[what])
     text = f"{share:.1%} {words} in the last minute"
-    return ("bad", text, "FAILING") if share >= FAILING else ("warn", text, "")
+    is_bad = share >= FAILING
+    return (what, "bad", text, "FAILING") if is_bad else (what, "warn", text, "")
 
 
 def is_held(deployment: DeploymentView) -> bool:

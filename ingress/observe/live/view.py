@@ -20,6 +20,7 @@ from ingress.observe.live.documents import (
     DeploymentPart,
     DeploymentView,
     Part,
+    ProcessMemory,
     Rates,
     Recent,
     ReplicaNow,
@@ -42,6 +43,7 @@ def view_of(
     refused: Mapping[Deployment, float],
     span_s: float,
     recent: Mapping[Deployment, Recent],
+    memory: Sequence[ProcessMemory],
     url: str | None = None,
 ) -> View:
     """Return the view of a server from the parts of its processes.
@@ -53,7 +55,7 @@ def view_of(
         _application(name, parts, replicas, rates, refused, recent)
         for name in dict.fromkeys(name for part in parts for name in part["applications"])
     ]
-    problems = problems_of(absent, applications, replicas)
+    problems = problems_of(absent, applications, replicas, memory)
     for application in applications:
         for each in application["deployments"]:
             each["state"] = state_of(application["name"], each, problems)
@@ -84,6 +86,7 @@ def view_of(
         "routes": routes[:ROUTES],
         "replicas": replicas,
         "trace_url": trace_url(),
+        "memory": list(memory),
         "slowest": slowest[:ENDED],
         "failed": failed[:ENDED],
     }
