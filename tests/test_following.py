@@ -128,6 +128,7 @@ def test_a_command_waits_for_its_end_and_says_why_it_was_rolled_back(
         assert "stop, asked for by " in server.output
 
 
+@pytest.mark.thorough
 def test_a_stop_that_takes_too_long_is_an_error_and_goes_on(folder: Path) -> None:
     with ingress_run(folder, "serve.yaml", "--admin", "off") as server:
         server.wait_for("is ready at")

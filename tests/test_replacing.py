@@ -180,6 +180,7 @@ def test_a_new_server_that_does_not_start_leaves_the_old_one_as_it_is(folder: Pa
         assert get(old.port, "/-/healthz").status == 200
 
 
+@pytest.mark.thorough
 def test_there_may_be_nothing_to_replace(folder: Path) -> None:
     with serving(folder, "--admin", "off", "--replace", "--port", "0") as server:
         assert "no server at 127.0.0.1:0 to replace" in server.output
