@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ingress.core.base.settings import RUNTIME_DIR
 from tests.programs import INGRESS, ServerProcess, environment, write_module
 from tests.servers import PATIENCE_S, Connection, get, ingress_run, wait_until
+from tests.test_control_commands import runtime as runtime
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
 
@@ -45,14 +43,6 @@ applications:
   import_path: app:hello
   deployments: [{name: Model, num_replicas: 1, user_config: {threshold: %d}}]
 """
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The runtime folder. Its path is short: a socket's has at most 107 bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv(RUNTIME_DIR, str(Path(folder) / "run"))
-        yield Path(folder) / "run"
 
 
 @pytest.fixture

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ingress.core.base.settings import RUNTIME_DIR
 from ingress.observe.live.memory import Growth, memory_of
 from ingress.observe.live.problems import problems_of
 from tests.programs import run_ingress, write_module
 from tests.servers import PATIENCE_S, get, ingress_run
+from tests.test_control_commands import runtime as runtime
 
 MIB = 1 << 20
 
@@ -84,14 +82,6 @@ async def leak():
 
 app = Model.bind()
 """
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The runtime folder. Its path is short: a socket's has at most 107 bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv(RUNTIME_DIR, str(Path(folder) / "run"))
-        yield Path(folder) / "run"
 
 
 @pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs Unix sockets")
