@@ -176,15 +176,16 @@ class LoopProbe:
         """Return why the loop's thread had no processor for most of a stall; "" if it had one.
 
         Of the time in which it did not run, it was in the system's run queue, and neither waited
-        for the GIL nor in user code. Or it waited for the GIL, whose holder had no processor; the
-        watchdog, at times, is that holder. The loop's thread ran for `mine_s`.
+        for the GIL nor in user code. The loop's thread ran for `mine_s`.
         """
         before, wait = self.processors, ProcessorWait()
         if before and native and (now := ProcessorWait.read(native)):
             wait = now.since(before)
-        is_scarce = wait.waited_s > (wait.at - mine_s) / 2 or self.scarce_s >= took_s / 2
-        if not is_scarce and self.starved_s and wait.ran_s < wait.at / 2:
-            is_scarce = wait.waited_s + self.scarce_s > wait.at / 2
+        if self.starved_s >= took_s / 2:
+            return ""  # each wake-up to ask for the GIL may wait for a processor, too
+        is_scarce = self.scarce_s >= took_s / 2
+        if wait.at:
+            is_scarce = is_scarce or wait.waited_s > max(0.0, wait.at - mine_s) / 2
         return str(wait) if is_scarce and mine_s <= took_s / 2 else ""
 
     def judge(

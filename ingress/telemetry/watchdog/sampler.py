@@ -94,10 +94,10 @@ class Sampler:
             self._scarce_until = now + 1.0
         for each in loops:
             each.scarce_s += scarce_s
-        if late_s >= self._threshold_s and scarce_s < late_s / 2:
+        if late_s >= self._threshold_s:
             if waited_for_gil:
                 self._all_stood(frames, before, late_s)
-            else:
+            elif scarce_s < late_s / 2:
                 for each in loops:
                     each.forgive(now)
         for each in loops:
