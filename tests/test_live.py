@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -265,11 +265,11 @@ def test_slots_whose_calls_do_not_end_are_named_with_their_line_while_others_wai
     requests = Requests(port)
     requests.send("/hangs", "/hangs")
     begun.wait()
-    sleep(0.2)
 
     def deployment() -> Any:
         return observer.look()["applications"][0]["deployments"][0]
 
+    wait_until(lambda: deployment()["held_s"] > 0.1)
     # Only those that hold the slots: a stream may take as long as it likes.
     assert (deployment()["state"], deployment()["held_s"] > 0.1) == ("HEALTHY", True)
     words = "all slots are held, no call has ended for 0 s"
