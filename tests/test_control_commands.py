@@ -34,6 +34,7 @@ from ingress.cli.control_socket import (
     RunningServer,
     running_servers,
 )
+from ingress.cli.runtime_folder import _without_secrets
 from ingress.core.base.settings import RUNTIME_DIR
 from ingress.schema import (
     ApplicationStatus,
@@ -83,6 +84,23 @@ def folder(tmp_path: Path) -> Path:
     write_module(tmp_path, "app", APP)
     (tmp_path / "serve.yaml").write_text(FILE)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["run", "--admin-token", "s3cret", "--replace"],
+            ["run", "--admin-token", "***", "--replace"],
+        ),
+        (["run", "--admin-token=s3cret"], ["run", "--admin-token=***"]),
+        (["scale", "Model=3"], ["scale", "Model=3"]),
+    ],
+)
+def test_the_log_of_an_action_has_no_secret_of_a_command_line(
+    words: list[str], shown: list[str]
+) -> None:
+    assert _without_secrets(words) == shown
 
 
 def echo(arguments: Mapping[str, Any]) -> Any:

@@ -34,6 +34,18 @@ def test_the_growth_is_that_of_the_last_hour_without_the_first_minute() -> None:
     assert problems_of({}, [], [], [{**last, "bytes_per_h": 60.0 * MIB}]) == []
 
 
+def test_a_process_that_did_not_answer_for_a_while_has_its_growth_since_its_first_look() -> None:
+    growth = Growth()
+    growth.add(0.0, {"server": MIB, "worker-1": MIB})
+    for minute in range(1, 4):
+        growth.add(minute * 60.0, {"server": MIB})
+    found = {
+        each["process"]: each for each in growth.add(200.0, {"server": MIB, "worker-1": 2 * MIB})
+    }
+
+    assert found["worker-1"]["bytes_per_h"] == pytest.approx(18 * MIB)
+
+
 def test_the_line_and_the_type_that_grow_are_named() -> None:
     kept: list[object] = []
     is_over = threading.Event()

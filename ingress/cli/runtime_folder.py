@@ -77,9 +77,21 @@ def described_peer(other_end: socket.socket) -> str:
         name = getpwuid(user).pw_name
     with suppress(OSError):  # it has ended
         words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]
-        command = " ".join(os.fsdecode(each) for each in words)
+        command = " ".join(_without_secrets([os.fsdecode(each) for each in words]))
         return f"{name}, process {process}: {command[:_MOST_COMMAND]}"
     return f"{name}, process {process}"
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """Return the words of a command line; a token or a password is not for a log."""
+    shown = []
+    is_secret = False
+    for word in words:
+        name, _, value = word.partition("=")
+        hides = name.startswith("--") and any(each in name for each in ("token", "password"))
+        shown.append("***" if is_secret else f"{name}=***" if hides and value else word)
+        is_secret = hides and not value
+    return shown
 
 
 def _peer_at(other_end: socket.socket) -> tuple[int, int] | None:

@@ -53,6 +53,7 @@ from ingress.core.base.settings import Settings
 from ingress.core.base.signals import stop_signals
 from ingress.core.base.snapshot import Snapshot
 from ingress.core.base.standard_streams import make_lossy
+from ingress.core.calls.loops import run_blocking
 from ingress.core.execution.mistakes import format_mistake
 from ingress.engines import local_engine
 from ingress.engines.combined_app import CombinedApp
@@ -291,7 +292,7 @@ class Worker(UvicornServer):
         if command == "retire":
             local_engine().leave()
             assert self._loop is not None  # it serves
-            asyncio.run_coroutine_threadsafe(self.retire(**arguments), self._loop).result()
+            run_blocking(self._loop, self.retire(**arguments))
             self.report((number, None))
             return
         self.report((number, run_in_worker(command, arguments)))

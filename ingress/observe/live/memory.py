@@ -63,9 +63,12 @@ class Growth:
         if first is None or now - first[0] < LEAST_S:
             return None
         later = next(
-            (at, seen[name])
-            for at, seen in self._points
-            if name in seen and at - first[0] >= STEP_S
+            (
+                (at, seen[name])
+                for at, seen in self._points
+                if name in seen and at - first[0] >= STEP_S
+            ),
+            first,  # it did not answer since
         )
         span_s = now - later[0]
         return None if span_s < STEP_S / 2 else (rss - later[1]) / span_s * 3600.0

@@ -118,7 +118,9 @@ class Router:
         """
         with self._lock:
             slots = [each.slots for each in self.replicas]
-            if not self._holders or any(each.ongoing < each.max_ongoing for each in slots):
+            if not (slots and self._holders):
+                return 0.0
+            if any(each.ongoing < each.max_ongoing for each in slots):
                 return 0.0
             return monotonic() - max(each.assigned_at for each in self._holders)
 
