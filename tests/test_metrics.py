@@ -559,3 +559,62 @@ def test_a_request_that_no_endpoint_saw_has_its_route(
     wait_until(lambda: counts().get((route, 499), 0) >= 2)
     latch.count_down()  # on the server's own loop, a request lasts as long as its thread
     wait_until(lambda: counts() == {(route, 503): 1, (route, 499): 3})
+
+
+MANY_ROUTES = """
+from fastapi import FastAPI
+import ingress as serve
+
+app = FastAPI()
+
+class Api:
+    pass
+
+def add(number):
+    @app.get(f"/{number}")
+    def one():
+        return 1 / (number % 5)
+
+for number in range(40):
+    add(number)
+api = serve.deployment(num_replicas=8)(serve.ingress(app)(Api)).bind()
+"""
+COUNTS = (
+    "ray_serve_num_http_requests_total",
+    "ray_serve_deployment_request_counter_total",
+    "ray_serve_deployment_error_counter_total",
+)
+
+
+def by_route(text: str, name: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for (sample, labels), number in samples(text).items():
+        if sample == name:
+            route = dict(labels)["route"]
+            found[route] = found.get(route, 0) + number
+    return found
+
+
+def test_the_busiest_routes_are_named_and_the_others_are_one_which_never_decreases(
+    tmp_path: Path,
+) -> None:
+    write_module(tmp_path, "app", MANY_ROUTES)
+    more = ("--admin", "127.0.0.1:0", "--metrics-routes", "3")
+    with serving(tmp_path, *more, app="api") as server:
+        port = admin_port(server)
+        for route in [*range(30), 7, 7, 7, 9, 9, 20]:
+            get(server.port, f"/{route}")
+        first = get(port, "/metrics").body.decode()
+        for route in [*range(40)] * 3:
+            get(server.port, f"/{route}")
+        second = get(port, "/metrics").body.decode()
+    assert by_route(first, COUNTS[0]) == {"/7": 4, "/9": 3, "/20": 2, "other": 27}
+    assert by_route(second, COUNTS[0]) == {"/7": 7, "/9": 6, "/20": 5, "other": 138}
+    assert by_route(second, COUNTS[1]) == {"/7": 7, "/9": 6, "/20": 0, "other": 112}
+    assert by_route(second, COUNTS[2]) == {"/20": 5, "other": 26}
+
+
+def test_a_number_of_routes_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INGRESS_METRICS_ROUTES", "-3")
+    with pytest.raises(ValueError, match=r"INGRESS_METRICS_ROUTES must be an integer ≥ 1, got '-3"):
+        serve.start(admin="127.0.0.1:0")

@@ -40,6 +40,7 @@ from ingress.cli.worker import Served
 from ingress.core.base.settings import (
     ENGINES,
     FIRST_FD,
+    METRICS_ROUTES,
     TRACING,
     Settings,
     export,
@@ -239,6 +240,8 @@ def _log_arguments(options: RunOptions, logs: ProcessLogs) -> dict[str, Any]:
 
 def _server_options(options: RunOptions, file: ConfigFile | None, folder: Path) -> ServerOptions:
     http = options.handed(HTTP)
+    if options.metrics_routes is not None:
+        export({METRICS_ROUTES: str(options.metrics_routes)})
     with refusing(ValueError):
         admin = admin_options(options.admin, options.admin_token)
     return ServerOptions(

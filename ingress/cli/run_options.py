@@ -50,6 +50,7 @@ _file = partial(_option, metavar="FILE", exists=True, dir_okay=False, readable=T
 
 _APPLICATION = "Application"
 _ADDRESS = "Address"
+_PROXY = "Proxy in front"
 _TLS = "TLS"
 _LOGS = "Logs"
 _ADMIN = "Metrics"
@@ -130,14 +131,14 @@ class RunOptions:
     root_path: Annotated[
         str | None,
         _option(
-            _ADDRESS, metavar="PATH", help="Path that a proxy in front removes: ASGI's root_path."
+            _PROXY, metavar="PATH", help="Path that a proxy in front removes: ASGI's root_path."
         ),
         HTTP,
     ] = None
     proxy_headers: Annotated[
         bool,
         _option(
-            _ADDRESS,
+            _PROXY,
             "--proxy-headers/--no-proxy-headers",
             help="Take scheme and client from X-Forwarded-Proto and X-Forwarded-For.",
             show_default=True,
@@ -147,8 +148,8 @@ class RunOptions:
     forwarded_allow_ips: Annotated[
         str | None,
         _option(
-            _ADDRESS,
-            metavar="ADDRESSES",
+            _PROXY,
+            metavar="IPS",
             help="Proxies whose headers are believed: addresses, networks, paths of sockets, or *."
             "  [default: FORWARDED_ALLOW_IPS, or 127.0.0.1,::1]",
         ),
@@ -232,6 +233,16 @@ class RunOptions:
             "machines reach it.  [default: INGRESS_ADMIN_TOKEN]",
         ),
     ] = None
+    metrics_routes: Annotated[
+        int | None,
+        _option(
+            _ADMIN,
+            min=1,
+            metavar="N",
+            help="Routes of an application that /metrics names; all others are one, 'other'."
+            "  [default: INGRESS_METRICS_ROUTES, or all]",
+        ),
+    ] = None
     limit_connections: Annotated[
         int | None,
         _option(
@@ -259,7 +270,7 @@ class RunOptions:
         _option(
             _LIMITS,
             min=1,
-            metavar="SECONDS",
+            metavar="SECS",
             help="Close a connection that is idle so long.  [default: 90]",
         ),
         HTTP._replace(name="keep_alive_timeout_s"),
@@ -269,7 +280,7 @@ class RunOptions:
         _option(
             _LIMITS,
             min=0,
-            metavar="SECONDS",
+            metavar="SECS",
             help="Time for requests in flight at the end."
             "  [default: graceful_shutdown_timeout_s of the deployments, 20]",
         ),
@@ -279,7 +290,7 @@ class RunOptions:
         _option(
             _LIMITS,
             min=0,
-            metavar="SECONDS",
+            metavar="SECS",
             help="Time to take requests after SIGTERM, while /-/readyz fails.  [default: 0]",
         ),
     ] = 0.0
@@ -296,14 +307,20 @@ class RunOptions:
     ] = False
     workers: Annotated[
         int,
-        _option(_PROCESSES, min=1, help="Processes; each has all the replicas.", show_default=True),
+        _option(
+            _PROCESSES,
+            min=1,
+            metavar="N",
+            help="Processes; each has all the replicas.",
+            show_default=True,
+        ),
     ] = 1
     timeout_worker_healthcheck: Annotated[
         int | None,
         _option(
             _PROCESSES,
             min=5,
-            metavar="SECONDS",
+            metavar="SECS",
             help="Replace a worker that is silent so long.  [default: 30]",
         ),
     ] = None

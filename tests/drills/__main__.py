@@ -58,7 +58,7 @@ def sample(metrics: str, name: str, labels: str = "") -> float:
 
 
 def stalls(metrics: str) -> bool:
-    return sample(metrics, "ingress_loop_stall_ms_sum", 'method="Napping.__call__"') > 0
+    return sample(metrics, "ingress_loop_stall_seconds_sum", 'method="Napping.__call__"') > 0
 
 
 def fails(metrics: str) -> bool:

@@ -39,6 +39,7 @@ engine reads the environment again.
     INGRESS_RUNTIME_DIR                              folder of the control sockets
     INGRESS_ADMIN                              off   admin listener: HOST:PORT, a path, or off
     INGRESS_ADMIN_TOKEN                              token of its clients, `Authorization: Bearer`
+    INGRESS_METRICS_ROUTES                           routes of an application that /metrics names
 
     OMP_NUM_THREADS and the others of `NATIVE_THREADS` are the number of threads of native
     libraries; `ingress run` sets those that are not set (`ingress.observe.inspection.budget`)
@@ -96,6 +97,7 @@ RUNTIME_DIR = "INGRESS_RUNTIME_DIR"
 _SYSTEMDS_FOLDER = "RUNTIME_DIRECTORY"
 ADMIN = "INGRESS_ADMIN"
 ADMIN_TOKEN = "INGRESS_ADMIN_TOKEN"
+METRICS_ROUTES = "INGRESS_METRICS_ROUTES"
 THREADS_SET = "INGRESS_NATIVE_THREADS_SET"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 NATIVE_THREADS = (
@@ -260,6 +262,14 @@ def environment() -> dict[str, str]:
 def admin_settings() -> tuple[str | None, str | None]:
     """Return the address and the token of the admin listener, `None` for those that are not set."""
     return os.environ.get(ADMIN) or None, os.environ.get(ADMIN_TOKEN) or None
+
+
+def metrics_routes() -> int | None:
+    """Return how many routes of an application `/metrics` names; `None` for all of them.
+
+    Raises `ValueError` for a value that is no such number.
+    """
+    return _count(os.environ, METRICS_ROUTES, default=0, at_least=1) or None
 
 
 def wants_colors() -> bool:

@@ -25,6 +25,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.observe.admin.exposition import OPEN_METRICS, TEXT, exposition
+from ingress.observe.admin.route_limit import RouteLimit
 from ingress.observe.admin.source import Source
 from ingress.serving.http.admin_address import AdminOptions, is_loopback
 
@@ -43,12 +44,13 @@ SECURITY_HEADERS = {
 }
 
 
-def routes(source: Source) -> Sequence[BaseRoute]:
+def routes(source: Source, most_routes: int | None = None) -> Sequence[BaseRoute]:
     """Return the routes. Endpoints that block are `def`: they run in threads of the listener."""
+    limit = RouteLimit(most_routes)
 
     def metrics(request: Request) -> Response:
         is_open = "application/openmetrics-text" in request.headers.get("accept", "")
-        text = exposition(source.latest(), is_open_metrics=is_open)
+        text = exposition(limit.limited(source.latest()), is_open_metrics=is_open)
         return Response(text, media_type=OPEN_METRICS if is_open else TEXT)
 
     def snapshot(request: Request) -> Response:
@@ -59,7 +61,7 @@ def routes(source: Source) -> Sequence[BaseRoute]:
 
 def admin_app(source: Source, options: AdminOptions, more: Sequence[BaseRoute] = ()) -> ASGIApp:
     """Return the app, with its guard. `more` are the routes of the page."""
-    return Guard(Starlette(routes=[*routes(source), *more]), options)
+    return Guard(Starlette(routes=[*routes(source, options.metrics_routes), *more]), options)
 
 
 @dataclass(eq=False, slots=True)

@@ -94,7 +94,9 @@ class _Lines:
         for family, value in samples:
             name = family.name
             if isinstance(value, Latency):
-                text = _histogram(name, labels, _LATENCY, value.buckets, value.total_ms)
+                in_ms = name.endswith("_ms")
+                template, total = (_MS, value.total_ms) if in_ms else (_S, value.total_ms / 1e3)
+                text = _histogram(name, labels, template, value.buckets, total)
                 if self._is_open_metrics and value.exemplars is not None:
                     text = _with_exemplars(text, value.exemplars)
             else:
@@ -150,7 +152,9 @@ def _template(bounds: Sequence[float]) -> str:
     return "".join(f'{_BEGIN}le="{each}"}} %d\n' for each in texts)
 
 
-_LATENCY = _template(LATENCY_BUCKETS_MS)
+# Ray's own are in ms; those that are ours in seconds, as Prometheus has it.
+_MS = _template(LATENCY_BUCKETS_MS)
+_S = _template([each / 1e3 for each in LATENCY_BUCKETS_MS])
 _SIZE, _UTILIZATION = _template(BATCH_SIZE_BUCKETS), _template(UTILIZATION_BUCKETS)
 
 

@@ -231,16 +231,16 @@ ORPHANS = Family(
     "Calls that hold a slot although they have been answered: their code does not end.",
 )
 STALLS = Family(
-    "ingress_loop_stall_ms",
+    "ingress_loop_stall_seconds",
     HISTOGRAM,
     (*_REPLICA, "method"),
-    "Stalls of the replica's event loop, in ms, by the method that blocked it.",
+    "Stalls of the replica's event loop, in seconds, by the method that blocked it.",
 )
 THREAD_WAIT = Family(
-    "ingress_thread_wait_ms",
+    "ingress_thread_wait_seconds",
     HISTOGRAM,
     (*_REPLICA, "lane"),
-    "Time that a def waited for a worker thread, in ms; no lane for the replica's own threads.",
+    "Time that a def waited for a worker thread, in seconds; no lane for the replica's own.",
 )
 LANE_CALLS = Family(
     "ingress_lane_calls",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
+from ingress.core.base.settings import metrics_routes
 from ingress.serving.http.address import BACKLOG, Address
 
 HOST, PORT = "127.0.0.1", 8265  # the port of Ray's dashboard
@@ -24,12 +25,14 @@ class AdminOptions:
 
     `address` is HOST:PORT, the path of a Unix socket, "off", or "" for 127.0.0.1:8265 or the next
     free port. `token` is what a client must send as `Authorization: Bearer TOKEN`; `None` for none.
-    `takes_next_port` says that a busy port of an address is replaced too.
+    `takes_next_port` says that a busy port of an address is replaced too. `metrics_routes` is how
+    many routes of an application `/metrics` names; `None` for all.
     """
 
     address: str = DEFAULT
     token: str | None = None
     takes_next_port: bool = False
+    metrics_routes: int | None = field(default_factory=metrics_routes)
 
     def __post_init__(self) -> None:
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):

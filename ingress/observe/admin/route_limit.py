@@ -1,0 +1,93 @@
+"""A limit on the routes that `/metrics` names: an application with 500 has 100 MB of text else.
+
+The busiest routes of an application are named, and all others are one, `other`. A route that was
+shown once keeps its name and one that was in `other` stays there: a counter never decreases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from threading import Lock
+
+from ingress.core.base.counters import Latency
+from ingress.core.base.snapshot import (
+    ApplicationSnapshot,
+    DeploymentSnapshot,
+    HTTPCount,
+    ReplicaCounts,
+    Snapshot,
+    summed_http,
+)
+
+OTHER = "other"  # no template: those begin with a slash
+
+
+@dataclass(eq=False, slots=True)
+class RouteLimit:
+    """The routes that are named: the busiest `most` of each application; `None` for all of them.
+
+    Thread-safe: two scrapes may meet.
+    """
+
+    most: int | None
+    # By application: the name that each route has got, its own or `OTHER`.
+    _names: dict[str, dict[str, str]] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def limited(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with the names that its routes have got."""
+        if self.most is None:
+            return snapshot
+        applications = {}
+        for name, application in snapshot.applications.items():
+            with self._lock:
+                names = self._names.setdefault(name, {"": ""})
+                _name_new(names, _requests(application), self.most)
+            deployments = {
+                each: _renamed(deployment, names)
+                for each, deployment in application.deployments.items()
+            }
+            applications[name] = replace(application, deployments=deployments)
+        return replace(snapshot, applications=applications)
+
+
+def _requests(application: ApplicationSnapshot) -> Counter[str]:
+    """Return the requests of each route, as often as deployments have served them."""
+    found: Counter[str] = Counter()
+    for deployment in application.deployments.values():
+        for http in deployment.http:
+            found[http.route] += http.latency.count
+        for counts in deployment.counts().values():
+            for route, latency in counts.routes.items():
+                found[route] += latency.count
+            found.update(dict.fromkeys(counts.errors, 0))
+    return found
+
+
+def _name_new(names: dict[str, str], requests: Counter[str], most: int) -> None:
+    named = sum(name != OTHER for route, name in names.items() if route)
+    for route, _ in requests.most_common():
+        if route not in names:
+            names[route] = route if named < most else OTHER
+            named += named < most
+
+
+def _renamed(deployment: DeploymentSnapshot, names: dict[str, str]) -> DeploymentSnapshot:
+    http = [HTTPCount(names[e.route], e.method, e.status, e.latency) for e in deployment.http]
+    return replace(
+        deployment,
+        http=summed_http([http]),
+        replicas=[replace(e, counts=_counts(e.counts, names)) for e in deployment.replicas],
+        ended={name: _counts(each, names) for name, each in deployment.ended.items()},
+    )
+
+
+def _counts(counts: ReplicaCounts, names: dict[str, str]) -> ReplicaCounts:
+    routes: dict[str, Latency] = {}
+    errors: dict[str, Counter[str]] = {}
+    for route, latency in counts.routes.items():
+        routes.setdefault(names[route], Latency()).merge(latency)
+    for route, types in counts.errors.items():
+        errors.setdefault(names[route], Counter()).update(types)
+    return replace(counts, routes=routes, errors=dict(errors))
