@@ -184,6 +184,20 @@ def test_help_tells_what_there_is(folder: Path, arguments: list[str]) -> None:
         assert word in text
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["run", "check", "explain", "status", "top", "reload", "scale", "stop", "memory", "trace"],
+)
+def test_the_help_names_options_whole_on_80_columns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = invoke(folder, command, "--help").stdout
+
+    assert max(map(len, text.splitlines())) == 80
+    assert "…" not in text
+
+
 @pytest.mark.parametrize("arguments", [["-h"], ["run", "-h"], ["explain", "-h"]])
 def test_h_is_help(folder: Path, arguments: list[str]) -> None:
     result = invoke(folder, *arguments)

@@ -28,6 +28,9 @@ ELSEWHERE = {
 
 SESSIONS = {
     "$ ingress trace ": "test_trace.py",
+    "$ ingress run serve.yaml --replace\n": "test_replacing.py",
+    "$ ingress memory ": "test_memory_growth.py",
+    "$ ingress reload --wait\n": "test_following.py",
     "$ ingress status\n": "test_control_commands.py",
     '$ echo \'{"command": "livez"}\'': "test_control_commands.py",
 }

@@ -614,7 +614,7 @@ def test_the_busiest_routes_are_named_and_the_others_are_one_which_never_decreas
     assert by_route(second, COUNTS[2]) == {"/20": 5, "other": 26}
 
 
-def test_a_number_of_routes_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_routes_than_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INGRESS_METRICS_ROUTES", "-3")
     with pytest.raises(ValueError, match=r"INGRESS_METRICS_ROUTES must be an integer ≥ 1, got '-3"):
         serve.start(admin="127.0.0.1:0")

@@ -227,6 +227,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*ON_RAY, "--reload"], "--reload and --workers are for the local engine"),
     ([*ON_RAY, "--admin", "127.0.0.1:0"], "--admin and --admin-token are for the "),
     ([*ON_RAY, "--admin-token", "secret"], "--admin and --admin-token are for the "),
+    ([*ON_RAY, "--metrics-routes", "9"], "--metrics-routes is for the "),
     ([*ON_RAY, "--drain-delay", "1"], "--drain-delay is for the local engine"),
     ([*RUN, "--address", "127.0.0.1:1"], "--address and --working-dir are for --engine ray"),
     ([*RUN, "--working-dir", "."], "--address and --working-dir are for --engine ray"),

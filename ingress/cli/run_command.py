@@ -136,6 +136,7 @@ def _check_engine(engine: str, options: RunOptions, server: ServerOptions) -> No
         (options.has_new_processes, "--reload and --workers are", processes),
         (options.watch, "--watch is", "run the command again when the file changes"),
         (has_admin, "--admin and --admin-token are", metrics),
+        (options.metrics_routes, "--metrics-routes is", "leave it out: the metrics are Ray's"),
         (server.drain_delay_s, "--drain-delay is", "leave it out: the proxies are Ray's"),
     ):
         if is_given:

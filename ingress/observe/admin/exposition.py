@@ -152,7 +152,7 @@ def _template(bounds: Sequence[float]) -> str:
     return "".join(f'{_BEGIN}le="{each}"}} %d\n' for each in texts)
 
 
-# Ray's own are in ms; those that are ours in seconds, as Prometheus has it.
+# The times of Ray's metrics are in ms, those of ours in seconds, as Prometheus wants them.
 _MS = _template(LATENCY_BUCKETS_MS)
 _S = _template([each / 1e3 for each in LATENCY_BUCKETS_MS])
 _SIZE, _UTILIZATION = _template(BATCH_SIZE_BUCKETS), _template(UTILIZATION_BUCKETS)

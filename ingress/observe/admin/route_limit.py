@@ -1,7 +1,7 @@
-"""A limit on the routes that `/metrics` names: an application with 500 has 100 MB of text else.
+"""A limit on the routes that `/metrics` names; without it, 500 routes on 8 replicas are 12 MB.
 
-The busiest routes of an application are named, and all others are one, `other`. A route that was
-shown once keeps its name and one that was in `other` stays there: a counter never decreases.
+The busiest routes of an application are named, and all others are one, `other`. A route keeps the
+name that it got when it was first seen, its own or `other`: no counter decreases.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _requests(application: ApplicationSnapshot) -> Counter[str]:
     for deployment in application.deployments.values():
         for http in deployment.http:
             found[http.route] += http.latency.count
-        for counts in deployment.counts().values():
+        running = (each.counts for each in deployment.replicas)
+        for counts in (*deployment.ended.values(), *running):
             for route, latency in counts.routes.items():
                 found[route] += latency.count
             found.update(dict.fromkeys(counts.errors, 0))
