@@ -151,7 +151,10 @@ def wrapper(original: Callable[..., object], target: Target, streams: Kind | Non
             # Runs in the worker thread of `take_over_stream`.
             items = REPLICA.get().plans[func].items(**values)
             _OPENED.get().append(items)
-            yield from items
+            # Not `yield from`, which closes them too: the thread that made this generator may
+            # finalize it (free-threaded Python) while the worker is closing them.
+            for item in items:
+                yield item
 
     elif streams is Kind.ASYNC_GENERATOR:
 

@@ -25,7 +25,7 @@ from ingress.exceptions import (
     RequestBodyTooLargeError,
     StreamClosedError,
 )
-from ingress.serving.http.uvicorn_connection import transport_of
+from ingress.serving.http.uvicorn_connection import close_header, transport_of
 
 NO_LIMITS = HTTPLimits(min_body_rate=None)  # but those that are on by default
 NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
@@ -143,7 +143,7 @@ async def answer_and_close(response: Response, scope: Scope, receive: Receive, s
     the answer. The client gets the whole answer, and may stop sending, before the response ends.
     """
     if scope.get("http_version", "1.1") < "2":
-        response.headers["connection"] = "close"
+        response.headers.update(close_header(receive))
 
     async def send_and_linger(message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body"):

@@ -34,6 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.core.base.settings import HTTPLimits
 from ingress.serving.http.compat import H11Protocol, HttpToolsProtocol
+from ingress.serving.http.uvicorn_connection import close_header
 from ingress.telemetry.logs import logger
 
 HEADER_FIELDS = 100  # as in Apache and gunicorn
@@ -231,7 +232,7 @@ class Guarded(_Uvicorns):
         )
 
     async def _answer_too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = PlainTextResponse(self._too_large, 431, {"connection": "close"})
+        response = PlainTextResponse(self._too_large, 431, close_header(receive))
         await response(scope, receive, send)
 
     def send_400_response(self, msg: str) -> None:
@@ -239,7 +240,7 @@ class Guarded(_Uvicorns):
         if self._unparsed > self._max_bytes:
             self._refuse(431, self._too_large)
         else:
-            super().send_400_response(msg)
+            self._refuse(400, msg)
 
     def give_up(self) -> None:
         """Close a connection whose time for a head is over."""
@@ -273,7 +274,7 @@ class Guarded(_Uvicorns):
 
 async def _answer_doubtful(doubt: str, scope: Scope, receive: Receive, send: Send) -> None:
     text = f"The request is malformed: {doubt}."
-    await PlainTextResponse(text, 400, {"connection": "close"})(scope, receive, send)
+    await PlainTextResponse(text, 400, close_header(receive))(scope, receive, send)
 
 
 class GuardedH11(Guarded, H11Protocol):

@@ -39,7 +39,7 @@ from ingress.serving.http.request_head import (
     request_id_of,
 )
 from ingress.serving.http.retrying import Attempts, RequestLimits, client_deadline
-from ingress.serving.http.uvicorn_connection import has_no_body, target_of
+from ingress.serving.http.uvicorn_connection import close_header, has_no_body, target_of
 from ingress.serving.http.websocket import WebSocketReply
 from ingress.serving.replicas.router import Router
 from ingress.telemetry.logs.options import LOGS
@@ -250,7 +250,7 @@ class HTTPProxy:
         """Refuse a request: no route, an application that starts or failed, or a drain."""
         is_denied = scope["type"] == "websocket"
         if self.is_draining:
-            code, status, headers = GOING_AWAY, 503, {"connection": "close"}
+            code, status, headers = GOING_AWAY, 503, close_header(receive)
             text = "This node is being drained."
         elif route is not None:
             code, status, headers = TRY_AGAIN_LATER, 503, {} if route.has_failed else _SOON

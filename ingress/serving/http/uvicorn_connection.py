@@ -8,6 +8,7 @@
     called_app          the application that the server itself calls: if it is `ingress`'s own, only
                         the server gets the errors that it raises
     target_of           what the client asks for: a path, or a URL, of which ASGI has only the path
+    close_header        `connection: close`, unless the server adds it to each response already
     is_answer_complete  the whole response has been given to the server
     send_chunks         several chunks of a body by one write; in ASGI a message is a chunk
     shorten             have a WebSocket's messages passed on as they arrive, without a task
@@ -117,6 +118,17 @@ def target_of(receive: Receive) -> bytes | None:
     if target and getattr(protocol, "scope", None) is not getattr(cycle, "scope", None):
         return None
     return target if isinstance(target, bytes) else b""
+
+
+def close_header(receive: Receive) -> dict[str, str]:
+    """Return the header that has the server close the connection after its response.
+
+    Empty if a server that is about to end says so in each response by itself.
+    """
+    cycle = getattr(receive, "__self__", None)
+    if (b"connection", b"close") in getattr(cycle, "default_headers", ()):
+        return {}
+    return {"connection": "close"}
 
 
 def is_answer_complete(receive: Receive) -> bool:

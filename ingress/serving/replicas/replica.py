@@ -389,8 +389,11 @@ class Replica:
             execution.contain(error, str(self.replica_id))
             raise
         finally:
-            CURRENT_CALL.reset(call_token)
-            REPLICA.reset(replica_token)
+            try:
+                CURRENT_CALL.reset(call_token)
+                REPLICA.reset(replica_token)
+            except ValueError:
+                pass  # finalized in another context: user code has ended the loop of this task
             self.end(call, failure)
             failure = None  # else it would be in a cycle with this frame, by its traceback
 
