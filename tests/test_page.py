@@ -26,13 +26,15 @@ from ingress.core.base.snapshot import Snapshot
 from ingress.engines import local_engine
 from ingress.observe.admin.listener import AdminListener
 from ingress.observe.live.observer import Observer
-from ingress.observe.live.page import routes
+from ingress.observe.live.page import REPLICA, routes
 from ingress.observe.live.part import parts_of
 from ingress.observe.live.viewers import MOST, PAUSE_S
 from ingress.serving.http.admin_address import AdminOptions
+from ingress.telemetry.logs.last_lines import LINES
 from ingress.testing import Latch
 from tests.programs import INGRESS, environment, process, write_module
 from tests.servers import PATIENCE_S, Answer, Connection, bind, get, served, wait_until
+from tests.test_admin import admin_port
 
 PAGE = Path(serve.__file__).with_name("live") / "page.html"
 EMPTY: dict[str, Any] = {
@@ -369,3 +371,51 @@ def test_the_view_of_workers_has_each_process(tmp_path: Path) -> None:
         (deployment,) = view["applications"][0]["deployments"]
         assert deployment["replica_states"] == {"RUNNING": 2}
         assert deployment["requests"] == 20
+
+
+LOGGING = """
+import logging
+import ingress as serve
+
+logger = logging.getLogger("mine")
+
+@serve.deployment{options}
+class Model:
+    async def __call__(self, request):
+        for number in range(60):
+            logger.warning("number %d of %s", number, request.query_params["name"])
+        if "fail" in request.query_params:
+            raise ValueError("\x1b[31mno stock")
+
+app = Model.bind()
+"""
+
+
+@pytest.mark.parametrize("options", ["", '(isolation="process")'])
+def test_the_last_log_lines_of_a_replica_and_of_a_request_are_there(
+    options: str, tmp_path: Path
+) -> None:
+    write_module(tmp_path, "module", LOGGING.replace("{options}", options))
+    command = [*INGRESS, "run", "module:app", "--port", "0", "--admin", "127.0.0.1:0"]
+    with process(command, tmp_path, environment(tmp_path)) as server:
+        wait_until(lambda: get(server.port, "/-/readyz").status == 200)
+        port = admin_port(server)
+        assert get(server.port, "/?name=first", "X-Request-ID: one\r\n").status == 200
+        assert get(server.port, "/?name=second&fail=1", "X-Request-ID: two\r\n").status == 500
+        with viewing(port) as viewer:
+            (replica,) = event(viewer)["replicas"]
+        names = "&".join(f"{each}={replica[each]}" for each in REPLICA)
+
+        def lines(request_id: str = "") -> list[Any]:
+            answer = get(port, f"/api/lines?{names}&request_id={request_id}")
+            return list(json.loads(answer.body))
+
+        wait_until(lambda: any("no stock" in each["text"] for each in lines()))
+        assert len(lines()) == LINES
+        first, second = lines("one"), lines("two")
+        assert not first  # pushed out: the limit is of each replica
+        assert [each["request_ids"] for each in second] == [["two"]] * LINES
+        assert "number 59 of second" in [each["text"] for each in second]
+        assert any(each["text"].endswith("ValueError: \\x1b[31mno stock") for each in second)
+        assert get(port, "/api/lines?process=x").status == 400
+        assert not json.loads(get(port, f"/api/lines?{names}x").body)

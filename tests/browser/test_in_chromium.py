@@ -283,6 +283,32 @@ def test_the_ids_of_a_failed_request_can_be_copied(browser: Any, folder: Path) -
         assert page.wrong == []
 
 
+def test_a_request_is_opened_with_its_steps_its_place_and_its_log_lines(
+    browser: Any, folder: Path
+) -> None:
+    served = Served(folder)
+    with served.running() as server, page_of(browser, served.admin) as page:
+        get(server.port, "/checkout", "X-Request-ID: mine-1\r\n")
+        get(server.port, "/checkout", "X-Request-ID: other-2\r\n")
+        page.page.click("#show-failed")
+        page.wait_for("#requests", "mine-1")
+        row = page.page.locator("#requests tr", has_text="mine-1")
+        row.get_by_role("button", name="GET /checkout").click()
+        text = page.wait_for("#one", "raise ValueError")
+        assert re.search(r"replica\s+default / Shop#0, process \d+", text)
+        assert re.search(r"raised at\s+\S+app.py:\d+ in \S*checkout", text)
+        assert "no stock" in text
+        assert "other-2" not in text
+        page.page.keyboard.press("Escape")
+        sync_api.expect(page.page.locator("#one")).to_be_hidden()
+        card = page.page.locator("#map article", has_text="Shop#0")
+        card.get_by_text("Last log lines").click()
+        page.wait_for("#map", "ERROR .*request mine-1")
+        get(server.port, "/checkout", "X-Request-ID: later-3\r\n")
+        page.wait_for("#map", "ERROR .*request later-3")  # while it is open, it goes on
+        assert page.wrong == []
+
+
 def test_a_trace_id_is_a_link_to_the_trace(
     browser: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ def wrapper(original: Callable[..., object], target: Target, streams: Kind | Non
             _OPENED.get().append(items)
             # Not `yield from`, which closes them too: the thread that made this generator may
             # finalize it (free-threaded Python) while the worker is closing them.
-            for item in items:
+            for item in items:  # noqa: UP028
                 yield item
 
     elif streams is Kind.ASYNC_GENERATOR:

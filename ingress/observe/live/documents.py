@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, TypedDict
 
+from ingress.telemetry.logs.last_lines import LogLine
+
 Sums = tuple[int, int, int, float, tuple[int, ...]]
 """Calls that have ended, those of them that failed, those whose client left before the answer;
 the duration of the others in ms, and its buckets.
@@ -177,6 +179,22 @@ class CountPart(TypedDict):
     pid: int
     counts: dict[Deployment, Counters]
     memory: dict[str, int]
+
+
+class LinesOfReplica(TypedDict):
+    """The last log lines of a replica, the oldest first."""
+
+    application: str
+    deployment: str
+    replica: str
+    lines: list[LogLine]
+
+
+class LinesPart(TypedDict):
+    """The last log lines of the replicas of one process."""
+
+    pid: int
+    replicas: list[LinesOfReplica]
 
 
 class GrownLine(TypedDict):

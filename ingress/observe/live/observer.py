@@ -16,6 +16,7 @@ from ingress.observe.live.documents import (
     CountPart,
     Deployment,
     DeploymentProgress,
+    LinesPart,
     MemoryOfProcess,
     Problem,
     Series,
@@ -26,6 +27,7 @@ from ingress.observe.live.memory import Growth
 from ingress.observe.live.problems import LOGGED, is_growing
 from ingress.observe.live.recording import merged_traces
 from ingress.observe.live.view import view_of
+from ingress.telemetry.logs.last_lines import LogLine
 
 logger = logging.getLogger("ingress")
 
@@ -162,6 +164,22 @@ class Observer:
         parts, _ = self._ask("configuration")
         first: Configuration | None = next(iter(parts), None)
         return {"flag": None, "moves": [], "options": []} if first is None else first
+
+    def lines(
+        self, process: int, application: str, deployment: str, replica: str, request_id: str = ""
+    ) -> list[LogLine]:
+        """Return the last log lines of a replica, or those of them that a request has made."""
+        parts: list[LinesPart]
+        parts, _ = self._ask("lines")
+        names = (process, application, deployment, replica)
+        return [
+            line
+            for part in parts
+            for each in part["replicas"]
+            if (part["pid"], each["application"], each["deployment"], each["replica"]) == names
+            for line in each["lines"]
+            if not request_id or request_id in line["request_ids"]
+        ]
 
     def memory(self, seconds: float) -> list[MemoryOfProcess]:
         """Return what grows in each process in some seconds. It blocks."""

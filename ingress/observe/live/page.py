@@ -4,6 +4,7 @@ GET /                    the page: one file, which asks nothing of any other hos
 GET /api/events          the view, at most twice a second, as server-sent events
 GET /api/series          the last 15 minutes of a deployment or route
 GET /api/configuration   options with their origins, and what the flag would move
+GET /api/lines           the last log lines of a replica, or of one request
 GET /api/record          a recording of some seconds, for Perfetto
 """
 
@@ -25,6 +26,7 @@ from ingress.observe.live.observer import Observer
 from ingress.observe.live.viewers import Viewers
 
 MOST_RECORD_S = 60.0
+REPLICA = ("process", "application", "deployment", "replica")
 MISSING = "ingress-missing"
 """The header that names the processes which are missing in a recording."""
 
@@ -49,6 +51,13 @@ def routes(observer: Observer) -> Sequence[BaseRoute]:
     def configuration(request: Request) -> Response:
         return _json(observer.configuration())
 
+    def lines(request: Request) -> Response:
+        process, *names = (request.query_params.get(name, "") for name in REPLICA)
+        if not process.isdecimal():
+            return PlainTextResponse("process must be the id of a process of the server.", 400)
+        wanted = request.query_params.get("request_id", "")
+        return _json(observer.lines(int(process), names[0], names[1], names[2], wanted))
+
     def record(request: Request) -> Response:
         try:
             seconds = float(request.query_params.get("seconds", "10"))
@@ -70,6 +79,7 @@ def routes(observer: Observer) -> Sequence[BaseRoute]:
         Route("/api/events", events),
         Route("/api/series", series),
         Route("/api/configuration", configuration),
+        Route("/api/lines", lines),
         Route("/api/record", record),
     ]
 

@@ -14,6 +14,7 @@ from ingress.observe.live.counts import counts
 from ingress.observe.live.documents import (
     ConfigurationPart,
     CountPart,
+    LinesPart,
     Links,
     MemoryPart,
     Part,
@@ -26,6 +27,7 @@ from ingress.observe.live.running import RUNNING
 from ingress.schema import ServeStatus
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.replicas.replica import Replica
+from ingress.telemetry.logs.last_lines import LAST_LINES
 
 
 class Server(Protocol):
@@ -105,6 +107,22 @@ def configuration(server: Server, argument: float = 0.0) -> ConfigurationPart:
     return {"pid": os.getpid(), **configuration_of(applications, server.settings, server.http)}
 
 
+def last_lines(server: Server, argument: float = 0.0) -> LinesPart:
+    """Return the last log lines of the replicas of this process."""
+    return {
+        "pid": os.getpid(),
+        "replicas": [
+            {
+                "application": application,
+                "deployment": deployment,
+                "replica": replica,
+                "lines": lines,
+            }
+            for (application, deployment, replica), lines in LAST_LINES.all().items()
+        ],
+    }
+
+
 def recording(server: Server, seconds: float) -> Recording:
     """Return a recording of some seconds. It blocks."""
     return {"pid": os.getpid(), "trace": record(_replicas(dict(server.applications)), seconds)}
@@ -169,6 +187,7 @@ WHAT: Mapping[str, Callable[[Server, float], Mapping[str, object]]] = {
     "counts": count_part,
     "progress": progress,
     "configuration": configuration,
+    "lines": last_lines,
     "memory": memory_part,
     "record": recording,
 }

@@ -3,6 +3,7 @@
     identity      the request and the replica of each record, by a record factory and a filter
     failures      the record of a request that failed
     formats       a record as text, as a JSON object with Ray Serve's names, as an access line
+    last_lines    the last lines of each replica, for the page
     sinks         bounded queues of lines, each with the thread that writes them
     options       the `LoggingConfig` of the process, and of each deployment
     handlers      the handlers and the filter that act on these options

@@ -21,6 +21,7 @@ from ingress.config import LoggingConfig
 from ingress.core.base.settings import wants_colors
 from ingress.telemetry.logs.formats import AccessText, JSONFormatter, TextFormatter
 from ingress.telemetry.logs.identity import RequestFilter
+from ingress.telemetry.logs.last_lines import LAST_LINES
 from ingress.telemetry.logs.options import ACCESS, LOGGERS, LOGS
 from ingress.telemetry.logs.sinks import FILES, STDERR, STDOUT
 
@@ -64,6 +65,7 @@ class Printer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._sink.put(formatter_for(record, colors=_has_colors(self.stream)).format(record))
+            LAST_LINES.add(record)
         except Exception:
             self.handleError(record)
 
