@@ -110,6 +110,32 @@ def test_the_manifest_has_the_file_and_time_for_the_drain() -> None:
     assert pod["terminationGracePeriodSeconds"] >= delay_s + drain_s + 10
 
 
+def test_prometheus_finds_the_metrics_where_the_pod_monitor_says(tmp_path: Path) -> None:
+    monitor = yaml.safe_load((DEPLOY / "podmonitor.yaml").read_text())["spec"]
+    pods = manifests()["Deployment"]["spec"]["template"]
+    (container,) = pods["spec"]["containers"]
+    (scraped,) = monitor["podMetricsEndpoints"]
+    variables = {each["name"]: each for each in container["env"]}
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    host, port = variables["INGRESS_ADMIN"]["value"].split(":")
+
+    assert monitor["selector"]["matchLabels"] == pods["metadata"]["labels"]
+    assert int(port) == ports[scraped["port"]]
+    secret = variables["INGRESS_ADMIN_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert secret == scraped["authorization"]["credentials"]
+    given = {"INGRESS_ADMIN": f"{host}:0", "INGRESS_ADMIN_TOKEN": "x" * 64}
+    command = [*INGRESS, "run", str(DEPLOY / "serve.yaml"), "--app-dir", str(DEPLOY)]
+    environ = {**environment(tmp_path), **given}
+    with process([*command, "--port", "0"], tmp_path, environ) as server:
+        server.wait_for("is ready at")
+        admin = int(server.wait_for(r"Metrics at http://[\d.]+:(\d+)/metrics")[1])
+        header = f"Authorization: {scraped['authorization']['type']} {'x' * 64}\r\n"
+        assert get(admin, scraped["path"]).status == 401
+        answer = get(admin, scraped["path"], header)
+    assert answer.status == 200
+    assert b"ray_serve_deployment_status" in answer.body
+
+
 def test_the_unit_waits_for_readiness_and_leaves_time_for_the_drain() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
