@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 import ingress as serve
@@ -227,6 +227,45 @@ def test_a_queue_and_the_calls_in_the_slots_are_counted(
     )
 
 
+def test_calls_that_wait_for_another_deployment_say_where_to_look(observer: Observer) -> None:
+    go, begun = Latch(timeout_s=PATIENCE_S), Latch(2, timeout_s=PATIENCE_S)
+
+    @serve.deployment(name="Stock")
+    class Stock:
+        async def __call__(self) -> str:
+            begun.count_down()
+            await go  # the shop's calls wait for this
+            return "x"
+
+    @serve.deployment(name="Shop", max_ongoing_requests=2)
+    class Shop:
+        def __init__(self, stock: Any) -> None:
+            self.stock = stock
+
+        async def __call__(self, request: Request) -> str:
+            answer: str = await self.stock.remote()
+            return answer
+
+    requests = Requests(served(bind(Shop, bind(Stock))))
+    requests.send("/", "/")
+    begun.wait()
+    requests.send("/")
+
+    def texts() -> list[str]:
+        problems = observer.look()["problems"]
+        return [each["text"] for each in problems if each["deployment"] == "Shop"]
+
+    wait_until(texts)
+    [text] = texts()
+    go.count_down()
+    requests.join()
+
+    at = f"test_live.py:{line_of('await go  # the shop')}: await go  # the shop's calls wait"
+    assert f"2 of its 2 calls wait for Stock, most of them at {at}" in text
+    assert "Look there first" in text
+    assert "raise max_ongoing_requests" not in text
+
+
 def line_of(source: str) -> int:
     """Return the number of the first line of this file that has this source."""
     lines = Path(__file__).read_text().splitlines()
@@ -327,7 +366,7 @@ def test_one_replica_that_fails_among_others_is_named(observer: Observer) -> Non
     class Model:
         async def __call__(self) -> str:
             if serve.get_replica_context().replica_tag == "1":
-                raise ValueError
+                raise ValueError("broken")
             return "x"
 
     port = served(bind(Model))
@@ -339,7 +378,8 @@ def test_one_replica_that_fails_among_others_is_named(observer: Observer) -> Non
     texts = [each["text"] for each in view["problems"]]
     assert any(
         text.startswith(
-            "Model#1 fails 100% of its calls, the other 2 replicas 0.0%; a check_health"
+            "Model#1 fails 100% of its calls with ValueError: broken at test_live.py:"
+            f"{line_of('raise ValueError')}, the other 2 replicas 0.0%; a check_health"
         )
         for text in texts
     ), texts

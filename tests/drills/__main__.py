@@ -1,9 +1,12 @@
 """Play the incidents: `python -m tests.drills [NAME...]`, or `make test-drills`.
 
 Each incident has a server of its own, `ingress run`, and clients at a fixed rate that give up after
-a second and count their answers. The page, `ingress top`, `ingress status` and the log are read
-until each names the cause; so are the metrics, until the alert's condition holds. Exits with 1 if
+a second and count their answers. The page, `ingress top`, which was open before, `ingress status`
+and the log are read until each names the cause; so are the metrics, until the alert's condition
+holds. Exits with 1 if
 a view takes longer than 5 s, but for the leak, whose growth must be measured first.
+
+With INGRESS_SCREENSHOTS=1 and Chromium, the pictures of docs/incidents are made again.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ import asyncio
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +32,14 @@ import httpx
 
 from ingress.core.base.settings import RUNTIME_DIR
 from tests.drills import incidents
-from tests.programs import INGRESS, ServerProcess, environment, process, run_ingress
+from tests.programs import INGRESS, ROOT, ServerProcess, environment, process, run_ingress
 
 SOON_S = 5.0
 LEAK_S = 130.0
 LEAD_S = 2.0  # of good load, where the incident needs some before
 SOURCE = Path(incidents.__file__)
+PICTURES = ROOT / "docs" / "incidents"
+SIZE = "1200,345"
 
 
 def line_of(text: str) -> str:
@@ -83,7 +91,7 @@ def waits(metrics: str) -> bool:
 INCIDENTS = [
     Incident("lock", 20, line_of("LOCK.acquire()"), is_held),
     Incident("nap", 20, line_of("time.sleep(1.0)"), stalls),
-    Incident("hang", 20, line_of("await self._downstream.remote()"), leaves),
+    Incident("hang", 20, line_of("await asyncio.Event().wait()"), leaves),
     Incident("overload", 120, "requests wait for a slot", waits),
     Incident("replica", 60, "Uneven#1 fails", fails),
     Incident("leak", 60, "the memory of server grows", None, LEAK_S),
@@ -139,6 +147,35 @@ def page(admin: str) -> str:
     return ""
 
 
+@contextmanager
+def top(folder: Path) -> Iterator[Callable[[], str]]:
+    """Run `ingress top` in a terminal, and yield a function that returns all it has shown."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (60, 300))
+    shown = bytearray()
+
+    def read() -> None:
+        with suppress(OSError):  # the terminal has gone
+            while data := os.read(ours, 1 << 16):
+                shown.extend(data)
+
+    environ = {**environment(folder), "TERM": "xterm"}
+    command = [*INGRESS, "top"]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield lambda: re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", bytes(shown).decode(errors="replace"))
+    finally:
+        process.terminate()
+        process.wait()
+        thread.join()
+        os.close(ours)
+
+
 def seconds_until(read: Callable[[], str], is_it: Callable[[str], bool], until: float) -> float:
     """Return when a view first says it, by `time.monotonic`; infinity for never."""
     while time.monotonic() < until:
@@ -157,15 +194,18 @@ def play(incident: Incident, folder: Path) -> dict[str, float | str]:
     with process([*command, *options], folder, environ) as server:
         server.wait_for("is ready at")
         admin = server.wait_for(r"page at (http://127\.0\.0\.1:\d+)/")[1]
-        time.sleep(LEAD_S)
-        with Clients(server.url, incident.rate) as clients:
-            row = watched(incident, server, admin, folder)
+        with top(folder) as shown:
+            while "#0" not in shown():  # a replica
+                time.sleep(0.1)
+            time.sleep(LEAD_S)
+            with Clients(server.url, incident.rate) as clients:
+                row = watched(incident, server, admin, folder, shown)
         row["answers"] = ", ".join(f"{n} x {what}" for what, n in clients.answers.most_common())
     return row
 
 
 def watched(
-    incident: Incident, server: ServerProcess, admin: str, folder: Path
+    incident: Incident, server: ServerProcess, admin: str, folder: Path, shown: Callable[[], str]
 ) -> dict[str, float | str]:
     began = time.monotonic()
     until = began + incident.within_s + 15.0
@@ -178,7 +218,7 @@ def watched(
 
     views: dict[str, tuple[Callable[[], str], Callable[[str], bool]]] = {
         "page": (lambda: page(admin), is_it),
-        "top": (lambda: ingress("top"), is_it),
+        "top": (shown, is_it),
         "status": (lambda: ingress("status"), is_it),
         "log": (lambda: server.output, is_it),
     }
@@ -194,11 +234,24 @@ def watched(
         each.start()
     for each in threads:
         each.join()
+    if os.environ.get("INGRESS_SCREENSHOTS") == "1":
+        photograph(admin, incident.name)
     if incident.name == "leak":
         told = ingress("memory", "--seconds", "5")
         at = time.monotonic() - began
         found["line"] = at if line_of("KEPT.append") in told else float("inf")
     return found
+
+
+def photograph(admin: str, name: str) -> None:
+    """Make the picture of the top of the page. It shows the incident, which goes on meanwhile."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise SystemExit("INGRESS_SCREENSHOTS=1 needs Chromium")
+    options = ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--timeout=5000"]
+    file = f"--screenshot={PICTURES / name}.png"
+    command = [chromium, *options, f"--window-size={SIZE}", file, f"{admin}/"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 def main(names: list[str]) -> int:

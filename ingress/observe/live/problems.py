@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ingress.observe.live.documents import (
     ApplicationView,
@@ -69,8 +69,9 @@ def problems_of(
     applications: Sequence[ApplicationView],
     replicas: Sequence[ReplicaOfServer],
     memory: Sequence[ProcessMemory] = (),
+    failed: Sequence[Mapping[str, Any]] = (),
 ) -> list[Problem]:
-    """Return the problems in words, the gravest first."""
+    """Return the problems in words, the gravest first. `failed` are the last calls that failed."""
     found = [
         _problem("worker", "bad", "", "", f"worker {pid} {reason}")
         for pid, reason in absent.items()
@@ -84,7 +85,12 @@ def problems_of(
         words = []
         for each in application["deployments"]:
             mine = [one for one in own if one["deployment"] == each["name"]]
-            own_words = _words(each, mine)
+            errors = [
+                one
+                for one in failed
+                if (one["application"], one["deployment"]) == (name, each["name"])
+            ]
+            own_words = _words(each, mine, own, errors)
             words += [
                 _problem(kind, level, name, each["name"], *rest) for kind, level, *rest in own_words
             ]
@@ -105,7 +111,7 @@ def _growing(memory: ProcessMemory) -> str:
     rss, by_hour = memory["rss_bytes"] / MIB, (memory["bytes_per_h"] or 0.0) / MIB
     return (
         f"the memory of {memory['process']} grows by {by_hour:.0f} MiB an hour, and is {rss:.0f} "
-        "MiB: `ingress memory` names the lines"
+        "MiB: `ingress memory`, where the server runs, names the lines"
     )
 
 
@@ -118,8 +124,13 @@ def state_of(application: str, deployment: DeploymentView, problems: Iterable[Pr
     return next(filter(None, states), deployment["status"])
 
 
-def _words(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> list[Words]:
-    """Return the words for each problem of one deployment."""
+def _words(
+    deployment: DeploymentView,
+    replicas: Sequence[ReplicaOfServer],
+    all_replicas: Sequence[ReplicaOfServer],
+    failed: Sequence[Mapping[str, Any]],
+) -> list[Words]:
+    """Return the words for each problem of one deployment, of the replicas of its application."""
     found: list[Words] = []
     status, message = deployment["status"], deployment["message"]
     if status in BAD or message:
@@ -129,16 +140,20 @@ def _words(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> l
         found += [("stands", "bad", text, "STALLED") for text in _standing(each)]
     found += [("stalled", "warn", text, "") for text in _stalled(replicas)]
     if is_held(deployment):
-        found.append(("held", "bad", _held(deployment, replicas), "HELD"))
+        found.append(("held", "bad", _held(deployment, replicas, all_replicas), "HELD"))
     elif waiting := _waiting(deployment):
         running = [each for each in replicas if each["state"] == "RUNNING"]
         slots = _count(deployment["slots"], "slot", "slots")
         of = _count(len(running), "replica", "replicas")
-        text = f"{waiting}; {deployment['ongoing']} run in {slots} of {of}. "
-        found.append(("queue", "warn", text + _advice(deployment, running), ""))
-    found += [("replica", "bad", text, "FAILING") for text in _failing(replicas)]
+        text = f"{waiting}; {deployment['ongoing']} run in {slots} of {of}"
+        if status not in BAD:  # else the advice would be about something else
+            text += f". {_waits_for(replicas, all_replicas) or _advice(deployment, running)}"
+        found.append(("queue", "warn", text, ""))
+    found += [("replica", "bad", text, "FAILING") for text in _failing(replicas, failed)]
     if deployment["errors"]:
-        found.append(_share(deployment, "errors", "of its requests failed"))
+        error = _most_failed(failed)
+        more = error and f", most of them with {error}"
+        found.append(_share(deployment, "errors", "of its requests failed", more))
     if deployment["left"]:
         found.append(_share(deployment, "left", "of its clients left before their answer began"))
     if deployment["orphans"]:
@@ -148,9 +163,11 @@ def _words(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> l
     return found
 
 
-def _share(deployment: DeploymentView, what: Literal["errors", "left"], words: str) -> Words:
+def _share(
+    deployment: DeploymentView, what: Literal["errors", "left"], words: str, more: str = ""
+) -> Words:
     share = deployment[what] / max(deployment["rate"], deployment[what])
-    text = f"{share:.1%} {words} in the last minute"
+    text = f"{share:.1%} {words} in the last minute{more}"
     is_bad = share >= FAILING
     return (what, "bad", text, "FAILING") if is_bad else (what, "warn", text, "")
 
@@ -167,7 +184,11 @@ def is_held(deployment: DeploymentView) -> bool:
     )
 
 
-def _held(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> str:
+def _held(
+    deployment: DeploymentView,
+    replicas: Sequence[ReplicaOfServer],
+    all_replicas: Sequence[ReplicaOfServer],
+) -> str:
     """Return the words for slots whose calls do not end: their line, and the remedy."""
     slots = _count(deployment["slots"], "slot is", "slots are")
     text = f"{slots} held, and no call has ended for {deployment['held_s']:.0f} s"
@@ -179,10 +200,11 @@ def _held(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> st
         text += f" on the event loop of {where}" if where else ""
     if waiting := _waiting(deployment):
         text += f"; {waiting}"
-    return (
-        f"{text}. Find out what that line waits for, and give it a timeout; with a deadline "
+    advice = _waits_for(replicas, all_replicas) or (
+        "Find out what that line waits for, and give it a timeout; with a deadline "
         "(request_timeout_s) callers get an answer meanwhile"
     )
+    return f"{text}. {advice}"
 
 
 def _waiting(deployment: DeploymentView) -> str:
@@ -241,7 +263,47 @@ def _advice(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> 
     return more
 
 
-def _failing(replicas: Sequence[ReplicaOfServer]) -> list[str]:
+def _waits_for(replicas: Sequence[ReplicaOfServer], all_replicas: Sequence[ReplicaOfServer]) -> str:
+    """Return the words for calls that wait for another deployment; "" if most of them do not.
+
+    A call that is made in a request has its id. The deployment that was called last is to blame.
+    """
+    waiting = {
+        call["request_id"]
+        for each in replicas
+        for call in each["calls"]
+        if call["where"] == "awaits" and call["request_id"]
+    }
+    names = {each["deployment"] for each in replicas}
+    others = Counter(
+        each["deployment"]
+        for each in all_replicas
+        for call in each["calls"]
+        if each["deployment"] not in names and call["request_id"] in waiting
+    )
+    calls = sum(len(each["calls"]) for each in replicas)
+    if not others or 2 * max(others.values()) <= calls:
+        return ""
+    [(name, number)] = others.most_common(1)
+    found = _most([each for each in all_replicas if each["deployment"] == name])
+    at = "" if found is None else f", most of them at {place_of(found[0])}"
+    return (
+        f"{number} of its {calls} calls wait for {name}{at}. Look there first: more slots here "
+        "would only wait too; a deadline, or a timeout around the call, frees these"
+    )
+
+
+def _most_failed(failed: Sequence[Mapping[str, Any]]) -> str:
+    """Return the error that most of the calls that failed last have in common; "" for none."""
+    if not failed:
+        return ""
+    by_place = Counter((each["error"], tuple(each["place"] or ())) for each in failed)
+    [((error, place), _)] = by_place.most_common(1)
+    at = f" at {os.path.basename(place[0])}:{place[1]}" if place else ""
+    return f"{error}{at}"
+
+
+def _failing(replicas: Sequence[ReplicaOfServer], failed: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the words for each replica that fails far more of its calls than the others do."""
     found = []
     for each in replicas:
@@ -254,10 +316,11 @@ def _failing(replicas: Sequence[ReplicaOfServer]) -> list[str]:
         if share >= FAILING and share > WORSE * of_others:
             name = f"{each['deployment']}#{each['replica']}"
             process = f" in process {each['pid']}" if each["pid"] else ""
+            error = _most_failed([one for one in failed if one["replica"] == each["replica"]])
             found.append(
-                f"{name}{process} fails {share:.0%} of its calls, the other "
-                f"{_count(len(others), 'replica', 'replicas')} {of_others:.1%}; a check_health "
-                "that tests what its calls need would have it replaced"
+                f"{name}{process} fails {share:.0%} of its calls{error and f' with {error}'}, the "
+                f"other {_count(len(others), 'replica', 'replicas')} {of_others:.1%}; a "
+                "check_health that tests what its calls need would have it replaced"
             )
     return found
 
@@ -269,10 +332,19 @@ def _standing(replica: ReplicaOfServer) -> list[str]:
         process = f" in process {replica['pid']}" if replica["pid"] else ""
         return [f"the event loop of {name}{process} stands for {stands_ms / 1e3:.1f} s now"]
     return [
-        f"the event loop of {name} stands for {each['ms'] / 1e3:.1f} s now{_at(each)}"
+        f"the event loop of {name} stands for {each['ms'] / 1e3:.1f} s now{_at(each)}{_cure(each)}"
         for each in replica["stalls"]
         if not each["is_over"]
     ]
+
+
+def _cure(stall: StallOfLoop) -> str:
+    """Return what to do about a line of user code that blocks an event loop; "" if none does."""
+    if stall["line"] is None or stall["reason"] in ("gil", "starved"):
+        return ""
+    return (
+        ". Nothing else runs there meanwhile: await what waits, or write a def, which has a thread"
+    )
 
 
 def _stalled(replicas: Sequence[ReplicaOfServer]) -> list[str]:

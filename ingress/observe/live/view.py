@@ -55,7 +55,8 @@ def view_of(
         _application(name, parts, replicas, rates, refused, recent)
         for name in dict.fromkeys(name for part in parts for name in part["applications"])
     ]
-    problems = problems_of(absent, applications, replicas, memory)
+    failed = [{**each, "process": part["pid"]} for part in parts for each in part["failed"]]
+    problems = problems_of(absent, applications, replicas, memory, failed)
     for application in applications:
         for each in application["deployments"]:
             each["state"] = state_of(application["name"], each, problems)
@@ -66,7 +67,6 @@ def view_of(
     ]
     routes.sort(key=lambda each: -each["rate"])
     slowest = [{**each, "process": part["pid"]} for part in parts for each in part["slowest"]]
-    failed = [{**each, "process": part["pid"]} for part in parts for each in part["failed"]]
     slowest.sort(key=lambda each: each["stream_ms"] - each["ms"])
     failed.sort(key=lambda each: -each["at"])
     statuses = [each["status"] for each in applications]

@@ -218,6 +218,7 @@ def cancelling_the_awaiting_task_is_a_cancelled_error(it: Client) -> Any:
     async def awaited() -> Any:
         response = it.handle.holds.remote("awaiter")
         task = asyncio.ensure_future(wait(response))
+        await asyncio.sleep(0)  # the thread may be done before the task has begun
         await asyncio.to_thread(wait_for_notes, "awaiter")
         task.cancel()
         try:
