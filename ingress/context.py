@@ -99,8 +99,8 @@ class ReplicaRuntime:
     The fields: the user's instance, the replica's ASGI app and its lifespan, the plan of each
     callable of that app, the user loop, the function that makes plans, the running batches, the
     limits that `set_max_batch_size` and similar methods set on this replica, the number of batches
-    of each function, the queues of batches, and the models that `@multiplexed` methods loaded, and
-    its place in the deployment, `None` on Ray.
+    of each function, the queues of batches, what was learned for `target_latency_ms`, the models
+    that `@multiplexed` methods loaded, and its place in the deployment, `None` on Ray.
     """
 
     replica_id: ReplicaID
@@ -114,6 +114,7 @@ class ReplicaRuntime:
     batch_limits: dict[object, Any] = field(default_factory=dict)
     batch_counts: dict[str, BatchCount] = field(default_factory=dict)
     batch_queues: dict[Any, None] = field(default_factory=dict)
+    batch_choosers: dict[Any, Any] = field(default_factory=dict)
     models: Any = None
     place: Place | None = None
     public: ReplicaContext = field(init=False)

@@ -20,7 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from websockets.sync.client import connect
 
 import ingress as serve
-from ingress.core.base.counters import LATENCY_BUCKETS_MS, BatchCount, LaneLoad, Latency
+from ingress.core.base.counters import (
+    LATENCY_BUCKETS_MS,
+    BatchChoice,
+    BatchCount,
+    LaneLoad,
+    Latency,
+)
 from ingress.core.base.snapshot import (
     ApplicationSnapshot,
     DeploymentSnapshot,
@@ -96,6 +102,7 @@ def everything(*, replicas: int = 1) -> Snapshot:
     )
     for size in (3, 4):
         counts.batches["Model.predict"].begin(size, size, 4, 9.0)
+    counts.batches["Model.predict"].chosen = BatchChoice(32, 0.002, 0.05, "as measured")
     counts.routes["/items/{id}"].errors = 1
     deployment = DeploymentSnapshot(
         "HEALTHY", "", "", replicas, 1, 10, 1, 2, 3, 4, 5, 6,

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ingress.observe.live.documents import (
+    Batches,
     DeploymentView,
     Lane,
     Loop,
@@ -151,7 +152,9 @@ def deployments(
 
 def replicas(view: View, *, wanted: str = "", most: int | None = None) -> Table:
     """Return the table of replicas, with what is on each: those that stand or work come first."""
-    table = _table(["replica", "loop", "thr", "lanes", "runs now", "last stall"], right_from=9)
+    table = _table(
+        ["replica", "loop", "thr", "lanes, batches", "runs now", "last stall"], right_from=9
+    )
     table.columns[-1].min_width = 20
     found = [
         each
@@ -167,13 +170,19 @@ def replicas(view: View, *, wanted: str = "", most: int | None = None) -> Table:
             name.append(f" {process}", "dim") if process else name,
             _busy(each["loop"]),
             _threads(each),
-            Text(" ".join(_lane(lane) for lane in each["lanes"])),
+            Text(" ".join([*map(_lane, each["lanes"]), *map(_batches, each["batches"])])),
             _runs(each),
             _last_stall(each["stalls"]),
         )
     if most is not None and len(found) > most:
         table.add_row(Text(f"and {len(found) - most} more", "dim"))
     return table
+
+
+def _batches(chosen: Batches) -> str:
+    """Return what `target_latency_ms` has chosen: "predict<=32 1.2ms"."""
+    name = chosen["name"].rpartition(".")[2]
+    return f"{name}<={chosen['size']} {_number(chosen['wait_ms'])}ms"
 
 
 def _table(heads: Sequence[str], right_from: int) -> Table:

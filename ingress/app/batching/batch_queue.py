@@ -4,7 +4,8 @@
               no permit  holds one, until it is full or its time is up
 
 A permit is taken before a batch forms, so a batch goes on filling while others run. The calls of a
-batch have one model and arguments of one shape; other calls keep their places. No task collects
+batch have one model and arguments of one shape; other calls keep their places. With
+`target_latency_ms` a `Chooser` gives the size and the wait. No task collects
 calls: each change checks whether a batch can start. An empty queue has no task and no timer; it
 calls `on_idle`, and its owner drops it.
 
@@ -19,11 +20,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
 from ingress.app.batching.batch_item import Item, fail
+from ingress.app.batching.chooser import Chooser, Choosers
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.counters import BatchCount
 from ingress.core.base.types import DeploymentID, RequestMetadata
@@ -57,7 +59,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handler:
-    """The user's function, and its options for batches."""
+    """The user's function, and its options for batches.
+
+    per_model  `max_concurrent_batches` counts for each model: each has a queue of its own
+    target_s   the target of the `Chooser` of size and wait, `None` with fixed limits
+    """
 
     func: Callable[..., Any]
     name: str
@@ -65,6 +71,8 @@ class Handler:
     max_concurrent_batches: int
     batch_size_fn: Callable[[list[Any]], int] | None
     per_item_errors: bool
+    per_model: bool = False
+    target_s: float | None = None
 
     @property
     def streams(self) -> bool:
@@ -74,13 +82,14 @@ class Handler:
 class BatchQueue:
     """The waiting, forming and running batches of one function. Owned by its loop.
 
-    `limits` is called when a batch begins to form, `on_idle` when the queue is empty.
+    `limits` is called when a batch begins to form, `on_idle` when the queue is empty. `choosers`
+    are those of its instance, by model: they stay when the queue goes.
     """
 
     __slots__ = (
-        "_context", "_forming", "_forming_limits", "_forming_since", "_forming_size", "_handler",
-        "_instance", "_limits", "_on_idle", "_own_pool", "_plan", "_replica", "_runs", "_timer",
-        "_unbegun", "_waiting", "loop",
+        "_choosers", "_context", "_forming", "_forming_limits", "_forming_since",
+        "_forming_size", "_handler", "_instance", "_limits", "_on_idle", "_own_pool", "_plan",
+        "_replica", "_runs", "_timer", "_unbegun", "_waiting", "loop",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +99,7 @@ class BatchQueue:
         replica: ReplicaRuntime | None,
         loop: asyncio.AbstractEventLoop,
         limits: Callable[[], Limits],
+        choosers: Choosers,
         on_idle: Callable[[BatchQueue], None],
     ) -> None:
         self.loop = loop
@@ -97,6 +107,7 @@ class BatchQueue:
         self._instance = instance
         self._replica = replica
         self._limits = limits
+        self._choosers = choosers
         self._on_idle = on_idle
         self._waiting: deque[Item] = deque()
         self._forming: list[Item] = []
@@ -137,6 +148,8 @@ class BatchQueue:
     def submit(self, item: Item) -> None:
         self._unbegun[item] = None
         self._waiting.append(item)
+        if (chooser := self._chooser(item)) is not None:
+            chooser.came()
         self._advance()
 
     def take(self, can_move: Callable[[Call, Handler], bool]) -> list[Item]:
@@ -194,7 +207,10 @@ class BatchQueue:
                 break
             self._start()
         if self._forming and self._timer is None:
+            chooser = self._chooser(self._forming[0])
             wait_s = self._forming_limits.batch_wait_timeout_s
+            # Chosen on a later turn of the loop, which may bring more calls first.
+            wait_s = wait_s if chooser is None else 0.0
             self._timer = self.loop.call_later(wait_s, self._due, context=self._context)
         if not (self._waiting or self._forming or self._runs):
             if self._own_pool is not None:
@@ -211,7 +227,10 @@ class BatchQueue:
             if item.has_left:
                 continue
             if not self._forming:
-                self._forming_limits = self._limits()
+                self._forming_limits = limits = self._limits()
+                if (chooser := self._chooser(item)) is not None:
+                    chooser.bound = limits.max_batch_size
+                    self._forming_limits = replace(limits, max_batch_size=chooser.size)
                 self._forming_since = monotonic()
             elif item.group != self._forming[0].group:
                 others.append(item)
@@ -259,8 +278,19 @@ class BatchQueue:
             item.settle(error=error)
 
     def _due(self) -> None:
+        chooser = self._chooser(self._forming[0])
+        if chooser is not None:
+            wait_s = chooser.wait_s(self._forming_size, self._forming_since)
+            if wait_s > 0.0:
+                self._timer = self.loop.call_later(wait_s, self._due, context=self._context)
+                return
         self._start()
         self._advance()
+
+    def _chooser(self, item: Item) -> Chooser | None:
+        """Return what chooses the batches of an item's model, `None` with fixed limits."""
+        target_s = self._handler.target_s
+        return None if target_s is None else self._choosers.of(item.model_id, target_s)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -292,18 +322,21 @@ class BatchQueue:
         if TRACING.tracer is not None or batch.started_at >= TRACING.next_look:
             trace_batch(batch, [item.span for item in items])
         # A task of its own: it goes on when the caller that completed the batch is cancelled.
-        task = self.loop.create_task(self._run(items, batch), context=context)
+        # A caller that left counts in the size of a `batch_size_fn`, which is not asked again.
+        size = len(items) if self._handler.batch_size_fn is None else self._forming_size
+        task = self.loop.create_task(self._run(items, batch, size), context=context)
         self._runs[task] = batch, items
         if replica is not None:
             replica.batches[task] = batch
             counts = replica.batch_counts.setdefault(self._handler.name, BatchCount())
-            # A caller that left counts in the size of a `batch_size_fn`, which is not asked again.
-            size = len(items) if self._handler.batch_size_fn is None else self._forming_size
             limit, since = self._forming_limits.max_batch_size, self._forming_since
-            counts.begin(len(items), size, limit, (batch.started_at - since) * 1e3)
+            waited_ms = (batch.started_at - since) * 1e3
+            counts.begin(len(items), size, limit, waited_ms)
+            if (chooser := self._chooser(items[0])) is not None:
+                counts.chosen = chooser.chosen(size)
         task.add_done_callback(self._ended, context=self._context)
 
-    async def _run(self, items: list[Item], batch: Call) -> None:
+    async def _run(self, items: list[Item], batch: Call, size: float) -> None:
         args: list[object] = [
             list(values) for values in zip(*(item.args for item in items), strict=True)
         ]
@@ -313,6 +346,7 @@ class BatchQueue:
         members = batch.members or ()
         for member in members:
             begin_wait(batch, member)
+        chooser, began_at = self._chooser(items[0]), monotonic()
         try:
             if self._handler.streams:
                 await self._stream(items, args, kwargs)
@@ -323,6 +357,9 @@ class BatchQueue:
                     if error is not None:
                         self._log_late([item], error)
                     item.settle(value if error is None else None, error)
+            # A batch that failed, or that was told to stop, teaches nothing.
+            if chooser is not None and not batch.is_interrupted:
+                chooser.learn(size, monotonic() - began_at)
         except Exception as error:
             note_failure(error)
             self._log_late(items, error)

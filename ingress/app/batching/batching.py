@@ -23,6 +23,7 @@ from typing import Any, Never, overload
 from ingress._unsupported import refuse
 from ingress.app.batching.batch_item import Item
 from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
+from ingress.app.batching.chooser import Choosers
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
@@ -34,6 +35,20 @@ from ingress.core.execution.execution import Kind
 from ingress.telemetry.logs import logger
 
 RECEIVERS = ("self", "cls")
+
+
+class _Size(int):
+    """A default that is no other object: it can be told from the same number, if that is given."""
+
+
+class _Wait(float):
+    """The same."""
+
+
+SIZE, WAIT_S = _Size(10), _Wait(0.01)  # the numbers are Ray Serve's
+INSTANCES = 100  # whose choosers are kept
+Key = tuple[int, int, int, str]
+CHOSEN_SIZE = 256  # the bound with `target_latency_ms`
 
 _NO_NAMES: frozenset[str] = frozenset()
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -53,18 +68,22 @@ def batch(
     batch_size_fn: Callable[[list[Any]], int] | None = None,
     *,
     per_item_errors: bool = False,
+    per_model: bool = False,
+    target_latency_ms: float | None = None,
 ) -> Callable[[Callable[..., object]], Any]: ...
 
 
 def batch(
     _func: Callable[..., object] | None = None,
     /,
-    max_batch_size: int = 10,
-    batch_wait_timeout_s: float = 0.01,
+    max_batch_size: int = SIZE,
+    batch_wait_timeout_s: float = WAIT_S,
     max_concurrent_batches: int = 1,
     batch_size_fn: Callable[[list[Any]], int] | None = None,
     *,
     per_item_errors: bool = False,
+    per_model: bool = False,
+    target_latency_ms: float | None = None,
     **unsupported: Never,
 ) -> Any:
     """Turn a function of lists into a function of single values, whose calls run together.
@@ -75,11 +94,15 @@ def batch(
     called `self` or `cls` is no list. The decorated function is awaited, or iterated with `async
     for`, also if it was written as a `def`: a `def` runs in the replica's worker threads.
 
-    A batch starts when it has `max_batch_size` calls, or `batch_wait_timeout_s` after it began to
-    form; at 0 it starts with the calls that are there. At most `max_concurrent_batches` run at
-    once. `batch_size_fn(values)` returns how much of `max_batch_size` these values of the first
-    parameter take, by default their number. With `per_item_errors` an exception among the results
-    is raised for its caller; otherwise it is returned like any value.
+    A batch starts when it has `max_batch_size` calls (by default 10), or `batch_wait_timeout_s` (by
+    default 0.01) after it began to form; at 0 it starts with the calls that are there. With
+    `target_latency_ms`, the time in ms in which a call should have its answer, size and wait are
+    chosen from the measured calls and run times of each model and instance, within `max_batch_size`
+    (by default 256): see docs/batching.md. At most `max_concurrent_batches` run at once, with
+    `per_model` as many for each multiplexed model. `batch_size_fn(values)` returns how much of
+    `max_batch_size` these values of the first parameter take, by default their number. With
+    `per_item_errors` an exception among the results is raised for its caller; otherwise it is
+    returned like any value.
 
     The decorated function has `set_max_batch_size` and `set_batch_wait_timeout_s`, which hold from
     the next batch on: inside a replica for that replica, elsewhere for all replicas that have not
@@ -88,13 +111,17 @@ def batch(
     Raises `TypeError` or `ValueError`. Source: Ray 2.60.0, batching.py.
     """
     refuse("serve.batch", unsupported, batch)
+    target_s = _target_s(target_latency_ms, batch_wait_timeout_s)
+    if target_s is not None and max_batch_size is SIZE:
+        max_batch_size = CHOSEN_SIZE
     limits = Limits(_size(max_batch_size), _wait_s(batch_wait_timeout_s))
     if not _is_whole(max_concurrent_batches) or max_concurrent_batches < 1:
         raise TypeError(
             f"max_concurrent_batches must be an integer >= 1, got {max_concurrent_batches!r}"
         )
-    if not isinstance(per_item_errors, bool):
-        raise TypeError(f"per_item_errors must be True or False, got {per_item_errors!r}")
+    for name, value in {"per_item_errors": per_item_errors, "per_model": per_model}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
     _check_size_fn(batch_size_fn)
 
     def decorate(func: Any) -> Any:
@@ -112,7 +139,15 @@ def batch(
             int(max_concurrent_batches),
             batch_size_fn,
             per_item_errors,
+            per_model,
+            target_s,
         )
+        if target_s is not None and handler.streams:
+            raise TypeError(
+                f"target_latency_ms is for functions that return; '{handler.name}' is a generator, "
+                "whose batch lasts as long as its callers read: give max_batch_size and "
+                "batch_wait_timeout_s instead"
+            )
         return Batcher(handler, limits).decorated()
 
     return decorate if _func is None else decorate(_func)
@@ -141,7 +176,10 @@ class Batcher:
     `handler` is the user's function, with its options that do not change.
     """
 
-    __slots__ = ("_arity", "_has_receiver", "_limits", "_lock", "_queues", "_signature", "handler")
+    __slots__ = (
+        "_arity", "_choosers", "_has_receiver", "_limits", "_lock", "_queues", "_signature",
+        "handler",
+    )  # fmt: skip
 
     def __init__(self, handler: Handler, limits: Limits) -> None:
         self.handler = handler
@@ -160,7 +198,8 @@ class Batcher:
         is_simple = all(p.kind in _POSITIONAL and p.default is p.empty for p in parameters)
         self._arity = len(parameters) if is_simple else -1
         # A queue keeps the objects whose ids are its key, so that no other objects get these ids.
-        self._queues: dict[tuple[int, int, int], BatchQueue] = {}
+        self._queues: dict[Key, BatchQueue] = {}
+        self._choosers: dict[Any, Choosers] = {}  # of the calls outside of replicas
 
     def decorated(self) -> Callable[..., Any]:
         """Return the function that takes the place of the user's function."""
@@ -201,6 +240,11 @@ class Batcher:
 
     def set_batch_wait_timeout_s(self, batch_wait_timeout_s: float) -> None:
         """Set the wait of the next batches. Raises `TypeError` or `ValueError`."""
+        if self.handler.target_s is not None:
+            raise ValueError(
+                f"'{self.handler.name}' has target_latency_ms, which chooses the wait; "
+                "leave set_batch_wait_timeout_s out"
+            )
         self._set(batch_wait_timeout_s=_wait_s(batch_wait_timeout_s))
 
     def _set(self, **changed: Any) -> None:
@@ -294,7 +338,7 @@ class Batcher:
         group = (model_id, len(args), names)
         span = None if TRACING.tracer is None else current_span()
         item = Item(args, kwargs, group, call, loop.create_future(), channel, span)
-        key = (id(instance), id(replica), id(loop))
+        key = (id(instance), id(replica), id(loop), model_id if self.handler.per_model else "")
         queue = self._queues.get(key)
         if queue is None:
             self._forget_closed_loops()
@@ -304,12 +348,24 @@ class Batcher:
                 replica,
                 loop,
                 limits=lambda: self.limits(replica),
+                choosers=self._choosers_of(instance, replica),
                 on_idle=lambda idle: self._forget(key, idle),
             )
         queue.submit(item)
         return item, queue
 
-    def _forget(self, key: tuple[int, int, int], queue: BatchQueue) -> None:
+    def _choosers_of(self, instance: object, replica: ReplicaRuntime | None) -> Choosers:
+        """Return the choosers of an instance on a replica. They stay when its queue goes."""
+        choosers = self._choosers if replica is None else replica.batch_choosers
+        # An id may be given again: what was learned is then of the other, for some batches.
+        key = (self, id(instance), id(asyncio.get_running_loop()))
+        found: Choosers = choosers.pop(key, Choosers())
+        while len(choosers) >= INSTANCES:
+            del choosers[next(iter(choosers))]
+        choosers[key] = found
+        return found
+
+    def _forget(self, key: Key, queue: BatchQueue) -> None:
         if self._queues.get(key) is queue:
             del self._queues[key]
 
@@ -323,6 +379,8 @@ class Batcher:
 
     def warn_of_capacity(self, deployment: str, max_ongoing: int) -> None:
         size, concurrent = self._limits.max_batch_size, self.handler.max_concurrent_batches
+        if self.handler.target_s is not None:
+            return  # the size is only a bound
         # With a `batch_size_fn` the size is no number of calls.
         if self.handler.batch_size_fn is None and size * concurrent > max_ongoing:
             # The text is Ray 2.60.0's.
@@ -356,3 +414,20 @@ def _wait_s(value: Any) -> float:
     if not math.isfinite(value) or value < 0:
         raise ValueError(text)
     return float(value)
+
+
+def _target_s(target_ms: Any, wait_s: object) -> float | None:
+    """Return the target in seconds, `None` without one."""
+    if target_ms is None:
+        return None
+    text = f"target_latency_ms must be a number of milliseconds > 0, got {target_ms!r}"
+    if isinstance(target_ms, bool) or not isinstance(target_ms, Real):
+        raise TypeError(text)
+    if not math.isfinite(target_ms) or target_ms <= 0:
+        raise ValueError(text)
+    if wait_s is not WAIT_S:
+        raise ValueError(
+            f"target_latency_ms={target_ms!r} chooses the wait, so that "
+            f"batch_wait_timeout_s={wait_s!r} would have no effect; leave one of them out"
+        )
+    return float(target_ms) / 1e3

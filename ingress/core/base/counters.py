@@ -109,13 +109,24 @@ class Distribution:
         return Distribution(list(self.buckets), self.total)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchChoice:
+    """The size and the wait that `target_latency_ms` had chosen for the last batch, and why."""
+
+    size: int
+    wait_s: float
+    target_s: float
+    reason: str
+
+
 @dataclass(slots=True)
 class BatchCount:
     """The batches of one function of a replica that were run, and the calls in them.
 
     `wait` has the times from the first call of a batch until it was complete or its time was over,
     `execution` those that the function took. `sizes` are as `batch_size_fn` measures them,
-    `utilizations` the percentage of `max_batch_size`.
+    `utilizations` the percentage of `max_batch_size`. `chosen` is for the last batch, `None` with
+    fixed limits.
     """
 
     batches: int = 0
@@ -128,6 +139,7 @@ class BatchCount:
     utilizations: Distribution = field(
         default_factory=lambda: Distribution([0] * (len(UTILIZATION_BUCKETS) + 1))
     )
+    chosen: BatchChoice | None = None
 
     def begin(self, calls: int, size: float, limit: int, wait_ms: float) -> None:
         """Count a batch that begins. `limit` is its `max_batch_size`."""
@@ -145,6 +157,7 @@ class BatchCount:
         self.execution.merge(other.execution)
         self.sizes.merge(other.sizes)
         self.utilizations.merge(other.utilizations)
+        self.chosen = other.chosen or self.chosen
 
     def copy(self) -> BatchCount:
         """Return a copy, which the owner of this does not write. Thread-safe."""
@@ -155,6 +168,7 @@ class BatchCount:
             self.execution.copy(),
             self.sizes.copy(),
             self.utilizations.copy(),
+            self.chosen,
         )
 
 

@@ -261,6 +261,9 @@ def _add_batches(lines: _Lines, labels: str, batches: Mapping[str, BatchCount]) 
             (f.BATCH_WAIT, batch.wait),
             (f.BATCH_EXECUTION, batch.execution),
         )
+        if batch.chosen is not None:
+            lines.add(with_function, (f.CHOSEN_SIZE, batch.chosen.size))
+            lines.add(with_function, (f.CHOSEN_WAIT, batch.chosen.wait_s))
         lines.add_distribution(f.BATCH_SIZE, with_function, _SIZE, batch.sizes)
         lines.add_distribution(f.BATCH_UTILIZATION, with_function, _UTILIZATION, batch.utilizations)
 

@@ -255,6 +255,18 @@ BATCHED_CALLS = Family(
     (*_REPLICA, "function_name"),
     "Calls in the batches that were run.",
 )
+CHOSEN_SIZE = Family(
+    "ingress_batch_chosen_size",
+    GAUGE,
+    (*_REPLICA, "function_name"),
+    "Largest size that target_latency_ms had chosen for the last batch.",
+)
+CHOSEN_WAIT = Family(
+    "ingress_batch_chosen_wait_seconds",
+    GAUGE,
+    (*_REPLICA, "function_name"),
+    "Longest wait for one more call that it had chosen, in seconds.",
+)
 MEMORY = Family(
     "ingress_process_resident_memory_bytes",
     GAUGE,

@@ -115,6 +115,16 @@ class Lane(Threads):
     ongoing: int
 
 
+class Batches(TypedDict):
+    """The size and the wait that `target_latency_ms` has chosen for a function, and why."""
+
+    name: str
+    size: int
+    wait_ms: float
+    target_ms: float
+    reason: str
+
+
 class RunningCall(Named):
     """A call of a replica, and the place where it runs or waits."""
 
@@ -137,6 +147,7 @@ class ReplicaNow(TypedDict):
     loop: Loop
     threads: Threads
     lanes: list[Lane]
+    batches: list[Batches]
     calls: list[RunningCall]
     more_calls: int
     stalls: list[StallOfLoop]

@@ -151,7 +151,8 @@ class _Look:
 
     def as_json(self) -> ReplicaNow:
         replica = self._replica
-        pools, loads = replica.host.pools, replica.host.counts().lanes
+        pools, counts = replica.host.pools, replica.host.counts()
+        loads = counts.lanes
         named = {} if pools is None else pools.by_lane()
         lanes = {name: self._pool(named.get(name)) for name in ("", *loads)}
         loop = self._loop()
@@ -175,6 +176,17 @@ class _Look:
                     "queued": load.queued,
                 }
                 for name, load in loads.items()
+            ],
+            "batches": [
+                {
+                    "name": name,
+                    "size": chosen.size,
+                    "wait_ms": round(chosen.wait_s * 1e3, 2),
+                    "target_ms": round(chosen.target_s * 1e3, 3),
+                    "reason": chosen.reason,
+                }
+                for name, each in counts.batches.items()
+                if (chosen := each.chosen) is not None
             ],
             "calls": [self._call(*each) for each in calls[:CALLS]],
             "more_calls": max(0, len(calls) - CALLS),
