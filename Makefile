@@ -26,7 +26,7 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
+.PHONY: bench-batching help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
 .DELETE_ON_ERROR:
@@ -126,6 +126,10 @@ bench-free-threading: .venv/.test ## Measure Python without the GIL against the 
 
 bench-overload: .venv/.test ## Goodput under overload, against another checkout: BEFORE=PATH
 	@$(BIN)/python -m benchmarks.overload --before $(BEFORE) $(ARGS)
+
+bench-batching: .venv/.test ## Batches that tune themselves against the best fixed setting: 15 minutes
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check numpy
+	@$(BIN)/python -m benchmarks.batching $(ARGS)
 
 bench-document: .venv/.test ## Make docs/benchmarks again, from the results that are there
 	@$(BIN)/python -m benchmarks.document

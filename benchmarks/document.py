@@ -82,6 +82,13 @@ more than that. The [overload policy](../timeouts.md#under-overload) is compared
 before it, where requests were served in order of arrival until their deadline.
 """
 
+BATCHING = """\
+`@serve.batch(target_latency_ms=50)` against the fixed setting that a search found best, and against
+the default one, at the greatest rate that the best one answers with its p99 within 50 ms. One model
+is three layers of NumPy, whose time grows with its batch; the other takes 20 ms for any batch.
+[How size and wait are chosen](../requests.md#batches-that-tune-themselves).
+"""
+
 Pages = dict[Path, str]
 Charts = dict[str, Chart]
 
@@ -97,6 +104,7 @@ def pages(reports: Mapping[str, Report], readme: str) -> Pages:
         "free-threading": _free_threading,
         "peers": _peers,
         "overload": _overload,
+        "batching": _batching,
     }
     for name, section in sections.items():
         if found := reports.get(name):
@@ -183,6 +191,15 @@ def _overload(found: Report) -> tuple[list[str], Charts]:
     drawn = {"overload": _both("Goodput over load", "answers in time per second", found.results)}
     where = _from(found, "make bench-overload BEFORE=<another checkout>")
     return ["## Overload", where, OVERLOAD, *_section(found.results, drawn)], _there(drawn)
+
+
+def _batching(found: Report) -> tuple[list[str], Charts]:
+    rates = [each for each in found.results if each.main == "good_per_s"]
+    drawn = {
+        "batching": _ratios("Answers within 50 ms, batches that tune themselves", rates, "theirs")
+    }
+    where = _from(found, "make bench-batching")
+    return ["## Batches", where, BATCHING, *_section(found.results, drawn)], _there(drawn)
 
 
 def _ratios(name: str, results: list[Result], one: str, *, logarithmic: bool = False) -> Chart:
@@ -285,6 +302,7 @@ def read() -> dict[str, Report]:
             "free-threading",
             "peers",
             "overload",
+            "batching",
             "scaling",
         )
     }

@@ -34,7 +34,8 @@ class Stream:
     """Requests of one kind: `rate` a second, from `begin_s` on, for `seconds`.
 
     A request that is refused, or cut, is sent again at once up to `retries` times. With `rate` 0
-    each of the `connections` sends its next request after each answer.
+    each of the `connections` sends its next request after each answer. `burst` requests are due at
+    one moment.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Stream:
     retries: int = 0
     connections: int = 200
     patience_s: float = 30.0
+    burst: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ class Client:
                 for _ in range(stream.connections):
                     group.create_task(self._again_and_again(began))
             for number in range(round(stream.rate * stream.seconds)):
+                number -= number % stream.burst
                 due = began + stream.begin_s + number / stream.rate
                 if (left := due - monotonic()) > 0:
                     await asyncio.sleep(left)

@@ -161,6 +161,22 @@ async def test_a_batch_that_all_callers_have_left_teaches_nothing() -> None:
 
 
 @pytest.mark.anyio
+async def test_an_item_that_is_larger_than_the_chosen_size_runs_alone() -> None:
+    batches: list[list[int]] = []
+
+    @serve.batch(max_batch_size=100, target_latency_ms=SOON_MS, batch_size_fn=sum)
+    async def function(xs: list[int]) -> list[int]:
+        batches.append(xs)
+        return xs
+
+    answers = await asyncio.gather(*map(function, [60, 30, 10, 101]), return_exceptions=True)
+
+    assert batches == [[60], [30, 10]]
+    assert answers[:3] == [60, 30, 10]
+    assert "greater than max_batch_size" in str(answers[3])
+
+
+@pytest.mark.anyio
 async def test_each_instance_has_a_chooser_of_its_own() -> None:
     sizes: dict[str, list[int]] = {"one": [], "other": []}
 

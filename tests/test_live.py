@@ -366,7 +366,7 @@ def test_one_replica_that_fails_among_others_is_named(observer: Observer) -> Non
     class Model:
         async def __call__(self) -> str:
             if serve.get_replica_context().replica_tag == "1":
-                raise ValueError("broken")
+                raise ValueError("broken")  # of one replica
             return "x"
 
     port = served(bind(Model))
@@ -379,7 +379,7 @@ def test_one_replica_that_fails_among_others_is_named(observer: Observer) -> Non
     assert any(
         text.startswith(
             "Model#1 fails 100% of its calls with ValueError: broken at test_live.py:"
-            f"{line_of('raise ValueError')}, the other 2 replicas 0.0%; a check_health"
+            f"{line_of('# of one replica')}, the other 2 replicas 0.0%; a check_health"
         )
         for text in texts
     ), texts

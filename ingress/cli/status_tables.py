@@ -170,7 +170,7 @@ def replicas(view: View, *, wanted: str = "", most: int | None = None) -> Table:
             name.append(f" {process}", "dim") if process else name,
             _busy(each["loop"]),
             _threads(each),
-            Text(" ".join([*map(_lane, each["lanes"]), *map(_batches, each["batches"])])),
+            Text(" ".join([*map(_lane, each["lanes"]), *map(_batches, each.get("batches", ()))])),
             _runs(each),
             _last_stall(each["stalls"]),
         )

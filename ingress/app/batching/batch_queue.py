@@ -267,8 +267,10 @@ class BatchQueue:
                 if self._forming:
                     self._waiting.appendleft(item)
                     return True
-                self._refuse(item, RuntimeError(TOO_LARGE))
-                return False
+                # A size that was chosen is no limit for an item alone.
+                if self._handler.target_s is None or size > self._limits().max_batch_size:
+                    self._refuse(item, RuntimeError(TOO_LARGE))
+                    return False
         self._forming.append(item)
         self._forming_size = size
         return size >= limit

@@ -31,7 +31,7 @@ MODELS = 100  # whose choosers are kept for an instance
 
 @dataclass(slots=True)
 class Chooser:
-    """What is known about the batches of one model on one instance. Owned by its loop.
+    """The measured batches and calls of one model on one instance. Owned by its loop.
 
     target_s  the time in which a call should have its answer
     bound     `max_batch_size`, in calls or as `batch_size_fn` measures them
