@@ -128,7 +128,6 @@ bench-overload: .venv/.test ## Goodput under overload, against another checkout:
 	@$(BIN)/python -m benchmarks.overload --before $(BEFORE) $(ARGS)
 
 bench-batching: .venv/.test ## Batches that tune themselves against the best fixed setting: 15 minutes
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check numpy
 	@$(BIN)/python -m benchmarks.batching $(ARGS)
 
 bench-document: .venv/.test ## Make docs/benchmarks again, from the results that are there

@@ -15,7 +15,7 @@ import ingress as serve
 from ingress.app.batching.chooser import LONGEST_S, SHARE, Chooser
 from ingress.testing import Latch
 from tests.programs import ingress_run, run_ingress, write_module
-from tests.servers import bind, get, wait_until
+from tests.servers import bind, get, turns, wait_until
 from tests.test_admin import admin_port
 from tests.test_page import event, viewing
 
@@ -201,14 +201,22 @@ async def test_each_instance_has_a_chooser_of_its_own() -> None:
 @pytest.mark.usefixtures("separate")
 def test_batches_of_three_models_run_side_by_side_if_they_may(per_model: bool) -> None:
     entered: list[str] = []
+    running = most_running = 0
     door = Latch()
 
     class K:
         @serve.batch(max_batch_size=1, per_model=per_model)
         async def __call__(self, xs: list[int]) -> list[int]:
+            nonlocal running, most_running
             entered.append(serve.get_multiplexed_model_id())
+            running += 1
+            most_running = max(running, most_running)
             await door
+            running -= 1
             return xs
+
+        async def turn(self) -> None:
+            await turns()
 
         @serve.multiplexed(max_num_models_per_replica=3)
         async def load(self, name: str) -> str:
@@ -216,11 +224,13 @@ def test_batches_of_three_models_run_side_by_side_if_they_may(per_model: bool) -
 
     handle: Any = serve.run(bind(serve.deployment(K)))
     responses = [handle.options(multiplexed_model_id=each).remote(1) for each in "abca"]
-    wait_until(lambda: len(entered) == (3 if per_model else 1))
+    wait_until(lambda: len(entered) >= (3 if per_model else 1))
+    handle.turn.remote().result()  # all four calls are in their queues
     if per_model:
         assert sorted(entered) == ["a", "b", "c"]  # the fourth waits for its model's first
     door.count_down()
     assert [each.result() for each in responses] == [1] * 4
+    assert most_running == (3 if per_model else 1)
 
 
 # What people see.

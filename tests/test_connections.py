@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from fastapi import Request
 from websockets.sync.client import connect
 
 import ingress as serve
@@ -24,11 +27,14 @@ from ingress.core.base.settings import (
 from ingress.serving.http.connections import HEADER_FIELDS
 from tests.servers import (
     INGRESS,
+    PATIENCE_S,
     Connection,
     ServerProcess,
+    bind,
     environment,
     get,
     process,
+    served,
     wait_until,
     write_module,
 )
@@ -396,3 +402,26 @@ def test_the_environment_yields_to_command_line_and_code(monkeypatch: pytest.Mon
     assert options.limits(settings.http_limits) == HTTPLimits(
         limit_connections=None, max_header_bytes=1000, header_timeout_s=3
     )
+
+
+def test_a_malformed_request_behind_one_that_runs_ends_that_one() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    @serve.deployment
+    class Held:
+        async def __call__(self, request: Request) -> str:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            return "x"
+
+    with Connection(served(bind(Held))) as connection:
+        connection.request("/")
+        assert begun.wait(PATIENCE_S)
+        connection.send(b"GARBAGE\0\r\n\r\n")
+        answer = connection.receive_all()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"connection: close") == 1
+        assert ended.wait(PATIENCE_S)

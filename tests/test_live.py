@@ -227,17 +227,62 @@ def test_a_queue_and_the_calls_in_the_slots_are_counted(
     )
 
 
-def test_calls_that_wait_for_another_deployment_say_where_to_look(observer: Observer) -> None:
+@pytest.mark.parametrize("is_overloaded", ["Shop", "Stock"])
+def test_calls_that_wait_for_another_deployment_say_where_to_look(
+    observer: Observer, is_overloaded: str
+) -> None:
+    slots = {"Shop": 100, "Stock": 100} | {is_overloaded: 2}
     go, begun = Latch(timeout_s=PATIENCE_S), Latch(2, timeout_s=PATIENCE_S)
 
-    @serve.deployment(name="Stock")
+    class Shelf:
+        async def __call__(self) -> str:
+            begun.count_down()
+            await go  # all calls wait for this
+            return "x"
+
+    class Stock:
+        def __init__(self, next_one: Any) -> None:
+            self.next_one = next_one
+
+        async def __call__(self, request: Request | None = None) -> str:
+            answer: str = await self.next_one.remote()
+            return answer
+
+    shelf = serve.deployment(name="Shelf")(Shelf)
+    stock = serve.deployment(name="Stock", max_ongoing_requests=slots["Stock"])(Stock)
+    shop = serve.deployment(name="Shop", max_ongoing_requests=slots["Shop"])(Stock)
+    requests = Requests(served(bind(shop, bind(stock, bind(shelf)))))
+    requests.send("/", "/")
+    begun.wait()
+    requests.send("/")
+
+    def texts() -> list[str]:
+        problems = observer.look()["problems"]
+        return [each["text"] for each in problems if each["deployment"] == is_overloaded]
+
+    wait_until(texts)
+    [text] = texts()
+    go.count_down()
+    requests.join()
+
+    # The end of the chain, whichever part of it has no slot left; never the caller.
+    at = f"test_live.py:{line_of('await go  # all calls')}: await go  # all calls wait for this"
+    assert f"2 of its 2 calls wait for Shelf, most of them at {at}" in text
+    assert "Look there first" in text
+    assert "raise max_ongoing_requests" not in text
+
+
+def test_an_overloaded_deployment_does_not_blame_its_caller(observer: Observer) -> None:
+    go, begun = Latch(timeout_s=PATIENCE_S), Latch(timeout_s=PATIENCE_S)
+
+    @serve.deployment(name="Stock", max_ongoing_requests=1)
     class Stock:
         async def __call__(self) -> str:
             begun.count_down()
-            await go  # the shop's calls wait for this
+            await go
             return "x"
 
-    @serve.deployment(name="Shop", max_ongoing_requests=2)
+    @serve.deployment(name="Shop")
     class Shop:
         def __init__(self, stock: Any) -> None:
             self.stock = stock
@@ -247,23 +292,21 @@ def test_calls_that_wait_for_another_deployment_say_where_to_look(observer: Obse
             return answer
 
     requests = Requests(served(bind(Shop, bind(Stock))))
-    requests.send("/", "/")
+    requests.send("/")
     begun.wait()
     requests.send("/")
 
     def texts() -> list[str]:
         problems = observer.look()["problems"]
-        return [each["text"] for each in problems if each["deployment"] == "Shop"]
+        return [each["text"] for each in problems if each["deployment"] == "Stock"]
 
     wait_until(texts)
     [text] = texts()
     go.count_down()
     requests.join()
 
-    at = f"test_live.py:{line_of('await go  # the shop')}: await go  # the shop's calls wait"
-    assert f"2 of its 2 calls wait for Stock, most of them at {at}" in text
-    assert "Look there first" in text
-    assert "raise max_ongoing_requests" not in text
+    assert "Its calls wait, most of them at test_live.py" in text
+    assert "Shop" not in text
 
 
 def line_of(source: str) -> int:

@@ -1,6 +1,7 @@
 """`@serve.batch`: calls that arrive one by one run together.
 
     batching     the decorator and its options; start here
+    chooser      size and wait of batches with `target_latency_ms`
     batch_queue  when a batch forms and how it runs
     batch_item   one caller's part of a batch, and its answer
 

@@ -5,9 +5,9 @@
 
 A permit is taken before a batch forms, so a batch goes on filling while others run. The calls of a
 batch have one model and arguments of one shape; other calls keep their places. With
-`target_latency_ms` a `Chooser` gives the size and the wait. No task collects
-calls: each change checks whether a batch can start. An empty queue has no task and no timer; it
-calls `on_idle`, and its owner drops it.
+`target_latency_ms` a `Chooser` gives the size and the wait. No task collects calls: each change
+checks whether a batch can start. An empty queue has no task and no timer; it calls `on_idle`, and
+its owner drops it.
 
 An item is in `_unbegun` until its batch begins. The thread that removes it from there decides: the
 loop begins it, `take` gives it to another replica.
@@ -207,10 +207,9 @@ class BatchQueue:
                 break
             self._start()
         if self._forming and self._timer is None:
-            chooser = self._chooser(self._forming[0])
             wait_s = self._forming_limits.batch_wait_timeout_s
-            # Chosen on a later turn of the loop, which may bring more calls first.
-            wait_s = wait_s if chooser is None else 0.0
+            if self._handler.target_s is not None:
+                wait_s = 0.0  # chosen on a later turn of the loop, which may bring more calls first
             self._timer = self.loop.call_later(wait_s, self._due, context=self._context)
         if not (self._waiting or self._forming or self._runs):
             if self._own_pool is not None:
@@ -332,8 +331,7 @@ class BatchQueue:
             replica.batches[task] = batch
             counts = replica.batch_counts.setdefault(self._handler.name, BatchCount())
             limit, since = self._forming_limits.max_batch_size, self._forming_since
-            waited_ms = (batch.started_at - since) * 1e3
-            counts.begin(len(items), size, limit, waited_ms)
+            counts.begin(len(items), size, limit, (batch.started_at - since) * 1e3)
             if (chooser := self._chooser(items[0])) is not None:
                 counts.chosen = chooser.chosen(size)
         task.add_done_callback(self._ended, context=self._context)

@@ -266,22 +266,25 @@ def _advice(deployment: DeploymentView, replicas: Sequence[ReplicaOfServer]) -> 
 def _waits_for(replicas: Sequence[ReplicaOfServer], all_replicas: Sequence[ReplicaOfServer]) -> str:
     """Return the words for calls that wait for another deployment; "" if most of them do not.
 
-    A call that is made in a request has its id. The deployment that was called last is to blame.
+    A call that was made in a request has its id, and is younger than the call that waits for it.
+    Of a chain of calls the youngest is to blame: the others wait for it.
     """
-    waiting = {
-        call["request_id"]
+    ages = {
+        call["request_id"]: call["ms"] or 0.0
         for each in replicas
         for call in each["calls"]
         if call["where"] == "awaits" and call["request_id"]
     }
     names = {each["deployment"] for each in replicas}
-    others = Counter(
-        each["deployment"]
-        for each in all_replicas
-        for call in each["calls"]
-        if each["deployment"] not in names and call["request_id"] in waiting
-    )
+    youngest: dict[str, tuple[float, str]] = {}
+    for each in all_replicas:
+        for call in each["calls"]:
+            made_in, age = call["request_id"], call["ms"] or 0.0
+            limit, _ = youngest.get(made_in, (ages.get(made_in, 0.0), ""))
+            if each["deployment"] not in names and age < limit:
+                youngest[made_in] = age, each["deployment"]
     calls = sum(len(each["calls"]) for each in replicas)
+    others = Counter(deployment for _, deployment in youngest.values())
     if not others or 2 * max(others.values()) <= calls:
         return ""
     [(name, number)] = others.most_common(1)

@@ -239,8 +239,10 @@ class Guarded(_Uvicorns):
         """Refuse a request that the parser refuses; h11 also refuses one that is too long."""
         if self._unparsed > self._max_bytes:
             self._refuse(431, self._too_large)
-        else:
+        elif self.cycle is None or self.cycle.response_complete:
             self._refuse(400, msg)
+        else:  # an earlier request of the connection runs: it must see the end of it
+            super().send_400_response(msg)
 
     def give_up(self) -> None:
         """Close a connection whose time for a head is over."""
