@@ -417,11 +417,14 @@ def test_a_malformed_request_behind_one_that_runs_ends_that_one() -> None:
                 ended.set()
             return "x"
 
-    with Connection(served(bind(Held))) as connection:
-        connection.request("/")
-        assert begun.wait(PATIENCE_S)
-        connection.send(b"GARBAGE\0\r\n\r\n")
-        answer = connection.receive_all()
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        assert answer.count(b"connection: close") == 1
-        assert ended.wait(PATIENCE_S)
+    try:
+        with Connection(served(bind(Held))) as connection:
+            connection.request("/", headers="")
+            assert begun.wait(PATIENCE_S)
+            connection.send(b"GARBAGE\0\r\n\r\n")
+            answer = connection.receive_all()
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.count(b"connection: close") == 1
+            assert ended.wait(PATIENCE_S)
+    finally:
+        serve.shutdown()
