@@ -231,9 +231,9 @@ class Terminal:
     def __init__(self, folder: Path, environ: dict[str, str], path: Path) -> None:
         self._tmux = ["tmux", "-S", str(path), "-f", os.devnull]
         self._folder = folder
-        self._environ = {**environ, "LC_ALL": "C.UTF-8", "TERM": "xterm-256color"}
-        self._environ.pop("COLUMNS")
-        self._environ.pop("LINES", None)
+        # A size of another terminal, as a shell that exports it leaves behind: it has no effect.
+        wrong = {"COLUMNS": "200", "LINES": "9"}
+        self._environ = {**environ, **wrong, "LC_ALL": "C.UTF-8", "TERM": "xterm-256color"}
 
     def __enter__(self) -> Terminal:
         quoted = " ".join(f"'{each}'" for each in [*INGRESS, "top"])

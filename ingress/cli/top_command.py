@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import localtime, monotonic, strftime
 
-from rich.console import Group, RenderableType
+from rich.console import ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -67,7 +67,8 @@ def _run(server: RunningServer, screen: Screen, live: Live, keys: Keys) -> None:
             except OSError:
                 screen.problem = f"server {server.pid} does not answer; it may have ended"
             due = monotonic() + PAUSE_S
-        size = console.size
+        # Not COLUMNS and LINES, which rich takes first: they may be of the shell that set them.
+        console.size = size = ConsoleDimensions(*os.get_terminal_size(sys.stdin.fileno()))
         live.update(screen.picture(view, size.width, size.height), refresh=True)
         for key in keys(max(0.05, due - monotonic()) if not screen.is_paused else PAUSE_S):
             if not screen.press(key):
