@@ -243,7 +243,11 @@ class RunningDeployment:
             return ""
         texts = [f"{each.replica.replica_id}: {each.stuck}" for each in self.stuck]
         texts += [f"{each.replica_id} has stopped, and its code runs on" for each in self.left]
-        return f"{stuck} replicas are stuck, and no more are started: {'; '.join(texts)}"
+        return (
+            f"{stuck} replicas are stuck, and no more are started until one goes on: "
+            f"{'; '.join(texts)}. Give what their code waits for a timeout; a stuck replica with "
+            'isolation="process" is ended and replaced'
+        )
 
     @property
     def stopped(self) -> str:
