@@ -1,134 +1,175 @@
-"""`@serve.batch(target_latency_ms=50)` against the best fixed setting, and the default one.
+"""`@serve.batch(target_latency_ms=50)` against the best fixed setting, the default, and BentoML.
 
 Two models: one whose time grows with its batch (NumPy), and one with a fixed cost of 20 ms. Three
-arrivals: steady, bursts of 20, and slow (10 a second). For each model and arrival, a search finds
-the fixed setting that answers the greatest rate with its p99 within the target. Then that setting,
-the default one and the target get that rate in turn. Goodput is the number of answers a second that
-come within the target.
+arrivals: steady, bursts of 20, and slow (10 a second). The figure is the greatest rate of which
+99 % is answered within the target, in steps of 5 %. A search finds the fixed setting with the
+greatest; then each server climbs again, in turn, from the rate that it had last.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from benchmarks import command
 from benchmarks.open_loop import Load, Stream, load
+from benchmarks.peers.__main__ import PEERS, bentoml
 from benchmarks.results import Result, Sample
 from benchmarks.servers import ROOT, Request, Server
+from benchmarks.work import ONE_THREAD, TARGET_MS
 
-TARGET_MS = 50
-TARGET: dict[str, Any] = {"target_latency_ms": TARGET_MS}
+CHOSEN: dict[str, Any] = {"target_latency_ms": TARGET_MS}
 FIXED: list[dict[str, Any]] = [
     {"max_batch_size": size, "batch_wait_timeout_s": wait_s}
-    for size in (8, 16, 32, 64, 128)
+    for size in (64, 32, 128, 16, 8)
     for wait_s in (0, 0.005)
 ]
 MODELS = ("growing", "fixed")
 ARRIVALS = {"steady": 1, "bursts of 20": 20}
 SLOW = 10  # requests a second
-RATES = [round(100 * 1.15**n) for n in range(30)]
-WARM_UP_S = 1
-TRIAL_S = 2  # of one rate in the search
+RATES = [round(20 * 1.05**n) for n in range(120)]
+STRIDE = 8  # places in RATES, of the first steps of a search
+LOW = 40  # the place where the first search begins: 141 a second
+WARM_UP_S, TRIAL_S = 0.5, 1.5
+BENTOML = next(each for each in PEERS if each.package == "bentoml")
 
 
-@contextmanager
-def server(model: str, options: dict[str, Any]) -> Iterator[Server]:
-    """Serve a model with these options of `@serve.batch`."""
-    run = [sys.executable, "-m", "ingress", "run", f"benchmarks.apps.batching:{model}"]
-    with Server(
-        json.dumps(options),
-        lambda port: [*run, "--port", str(port), "--no-access-log"],
-        Request("/", b"done"),
-        {"PYTHONPATH": str(ROOT), "BATCH": json.dumps(options)},
-    ) as running:
-        yield running
+@dataclass
+class Served:
+    """A running server, and the place in `RATES` of the greatest rate that it had in time."""
+
+    server: Server
+    path: str = "/"
+    body: str = ""
+    place: int = LOW
+    passed: dict[int, Load] = field(default_factory=dict)  # the last trial in time, by place
+
+    def sent(self, rate: float, burst: int, seconds: float) -> Load:
+        stream = Stream(
+            self.path, rate, WARM_UP_S + seconds, connections=2000, patience_s=5, burst=burst,
+            body=self.body,
+        )  # fmt: skip
+        [found] = load(self.server.port, stream)
+        return found
+
+    def is_in_time(self, place: int, burst: int) -> bool:
+        """Try a rate, and once more if it was late: the machine may have been busy."""
+        for _ in range(2):
+            found = self.sent(RATES[place], burst, TRIAL_S)
+            if found.share(TARGET_MS / 1e3, WARM_UP_S) >= 0.99:
+                self.passed[place] = found
+                return True
+        return False
+
+    def search(self, burst: int, known: int = LOW) -> None:
+        """Find the greatest rate; a server that has not more than `known` costs one try."""
+        low = high = known
+        while high == low and high + STRIDE < len(RATES):
+            first = low + (1 if low == known else STRIDE)
+            if self.is_in_time(first, burst):
+                low = high = first
+            else:
+                high = first
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.is_in_time(middle, burst) else (low, middle)
+        self.place = low
+
+    def climb(self, burst: int) -> Sample:
+        """Return the greatest rate, found from the one before, and the latencies at it."""
+        self.passed.clear()
+        while self.is_in_time(self.place + 1, burst):
+            self.place += 1
+        while self.place not in self.passed and not self.is_in_time(self.place, burst):
+            self.place -= 1
+        return {"requests_per_s": RATES[self.place], **latencies(self.passed[self.place])}
 
 
-def sent(running: Server, rate: float, burst: int, seconds: float) -> Load:
-    stream = Stream("/", rate, seconds + WARM_UP_S, connections=2000, patience_s=5.0, burst=burst)
-    [found] = load(running.port, stream)
-    return found
-
-
-def greatest_rate(running: Server, burst: int, known: int) -> int:
-    """Return the place in `RATES` of the greatest whose p99 is within the target, or `known`.
-
-    A setting that cannot do more than the best one so far costs one trial.
-    """
-
-    def is_in_time(place: int) -> bool:
-        found = sent(running, RATES[place], burst, TRIAL_S)
-        return found.p99_ms(since_s=WARM_UP_S) <= TARGET_MS and not found.lost
-
-    low, high = known, len(RATES) - 1
-    while low < high:
-        middle = low + 1 if low == known else (low + high + 1) // 2
-        low, high = (middle, high) if is_in_time(middle) else (low, middle - 1)
-        if low == known:
-            break
-    return low
-
-
-def sample(running: Server, rate: float, burst: int, seconds: int) -> Sample:
-    found = sent(running, rate, burst, seconds)
+def latencies(found: Load) -> Sample:
     return {
-        "good_per_s": found.rate(within_s=TARGET_MS / 1e3, since_s=WARM_UP_S),
         "p50_ms": found.p99_ms(200, since_s=WARM_UP_S, quantile=0.5),
         "p99_ms": found.p99_ms(200, since_s=WARM_UP_S),
     }
 
 
-def in_turn(
-    servers: list[Server], rate: float, burst: int, options: Namespace
-) -> list[list[Sample]]:
-    runs: list[list[Sample]] = [[] for _ in servers]
-    for _ in range(options.pairs):
-        for each, mine in zip(servers, runs, strict=True):
-            mine.append(sample(each, rate, burst, options.seconds))
-    return runs
+@contextmanager
+def ours(model: str, options: dict[str, Any]) -> Iterator[Served]:
+    """Serve a model with these options of `@serve.batch`."""
+    run = [sys.executable, "-m", "ingress", "run", f"benchmarks.apps.batching:{model}"]
+    with Server(
+        json.dumps(options),
+        lambda port: [*run, "--port", str(port), "--no-access-log"],
+        Request("/", b"[1.0]"),
+        {"PYTHONPATH": str(ROOT), "BATCH": json.dumps(options), **ONE_THREAD},
+    ) as running:
+        yield Served(running)
+
+
+@contextmanager
+def theirs(model: str) -> Iterator[Served]:
+    """Serve a model with BentoML's adaptive batching and the same target."""
+    peer = replace(
+        BENTOML,
+        command=partial(bentoml, app=f"benchmarks.peers.bentoml_batching:{model.title()}"),
+        request=Request("/predict", b"[1.0]", b'{"rows":[1]}'),
+    )
+    with tempfile.TemporaryDirectory() as folder, peer.server(folder, **ONE_THREAD) as running:
+        yield Served(running, "/predict", '{"rows":[1]}')
 
 
 def words(options: dict[str, Any]) -> str:
     size, wait_s = options["max_batch_size"], options["batch_wait_timeout_s"]
-    return f"best fixed: {size}, {wait_s * 1e3:g} ms"
+    return f"best fixed setting: {size} calls, {wait_s * 1e3:g} ms"
+
+
+def best(model: str, arrivals: str, burst: int) -> tuple[dict[str, Any], int]:
+    """Return the fixed setting with the greatest rate, and the place of that rate."""
+    place, setting = LOW, FIXED[0]
+    for each in FIXED:
+        with ours(model, each) as running:
+            running.search(burst, place)
+        if running.place > place:
+            place, setting = running.place, each
+        print(f"{model}, {arrivals}, {words(each)}: {RATES[running.place]}/s", file=sys.stderr)
+    return setting, place
+
+
+def in_turn(servers: Sequence[Served], burst: int, pairs: int) -> list[list[Sample]]:
+    for each in servers:
+        each.search(burst)
+    runs = [[each.climb(burst) for each in servers] for _ in range(pairs)]
+    return [list(mine) for mine in zip(*runs, strict=True)]
 
 
 def measure(options: Namespace) -> command.Results:
-    for model in MODELS:
+    for model in options.models:
+        row = f"batches, {model} cost"
         with ExitStack() as stack:
-            chosen = stack.enter_context(server(model, TARGET))
-            default = stack.enter_context(server(model, {}))
+            chosen = stack.enter_context(ours(model, CHOSEN))
+            default = stack.enter_context(ours(model, {}))
             for arrivals, burst in ARRIVALS.items():
-                place, setting = 0, FIXED[0]
-                for each in FIXED:
-                    with server(model, each) as running:
-                        found_place = greatest_rate(running, burst, place)
-                    if found_place > place:
-                        place, setting = found_place, each
-                    print(f"{model}, {arrivals}, {each}: {RATES[found_place]}", file=sys.stderr)
-                rate = RATES[place]
-                with server(model, setting) as fixed:
-                    found = in_turn([chosen, fixed, default], rate, burst, options)
-                row = f"batches, {model} cost"
-                how = f"{arrivals}, {rate}/s"
-                yield Result(row, how, "", found[0], words(setting), found[1])
-                yield Result(row, how, "", found[0], "default setting", found[2])
-            with server(model, {"max_batch_size": 32, "batch_wait_timeout_s": 0}) as fixed:
-                found = in_turn([chosen, fixed], SLOW, 1, options)
-            latencies = [[{"p50_ms": s["p50_ms"], "p99_ms": s["p99_ms"]} for s in f] for f in found]
-            yield Result(
-                f"batches, {model} cost",
-                f"slow, {SLOW}/s",
-                "",
-                latencies[0],
-                "no wait",
-                latencies[1],
-            )
+                setting, _ = best(model, arrivals, burst)
+                with ours(model, setting) as fixed, theirs(model) as bento:
+                    runs = in_turn([chosen, fixed, default, bento], burst, options.pairs)
+                others = (("", words(setting)), (", default", "default setting"))
+                for (end, other), theirs_ in zip((*others, PEER), runs[1:], strict=True):
+                    yield Result(row + end, arrivals, "", runs[0], other, theirs_)
+            with ours(model, {"max_batch_size": 32, "batch_wait_timeout_s": 0}) as fixed:
+                found: list[list[Sample]] = [[], []]
+                for _ in range(options.pairs):
+                    for each, mine in zip((chosen, fixed), found, strict=True):
+                        mine.append(latencies(each.sent(SLOW, 1, options.seconds)))
+            yield Result(row, f"{SLOW} a second", "", found[0], "no wait", found[1])
+
+
+PEER = (", BentoML", f"BentoML {BENTOML.version()}") if BENTOML.bin.exists() else ("", "")
 
 
 def main() -> int:
@@ -138,9 +179,12 @@ def main() -> int:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--pairs", type=command.pairs, default=5)
-    parser.add_argument("--seconds", type=command.at_least(2), default=3, help="of one run")
+    parser.add_argument("--seconds", type=command.at_least(2), default=3, help="of a slow run")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     options = parser.parse_args()
-    return command.run("batching", measure(options), options.seconds)
+    whole = set(options.models) == set(MODELS)
+    others = {"bentoml": BENTOML.version()}
+    return command.run("batching", measure(options), options.seconds, whole=whole, others=others)
 
 
 if __name__ == "__main__":

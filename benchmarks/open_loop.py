@@ -35,7 +35,7 @@ class Stream:
 
     A request that is refused, or cut, is sent again at once up to `retries` times. With `rate` 0
     each of the `connections` sends its next request after each answer. `burst` requests are due at
-    one moment.
+    one moment. With a `body`, of JSON, each is a POST.
     """
 
     path: str
@@ -47,6 +47,7 @@ class Stream:
     connections: int = 200
     patience_s: float = 30.0
     burst: int = 1
+    body: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,11 @@ class Load:
             if each.due_s >= since_s and (not statuses or each.status in statuses)
         )
         return 1000 * found[math.ceil(quantile * len(found)) - 1] if found else 0.0
+
+    def share(self, within_s: float, since_s: float = 0.0) -> float:
+        """Return the share of all requests that had a 200 within a time of their due time."""
+        good = sum(each.due_s >= since_s for each in self._good(within_s))
+        return good / max(1, sum(each.due_s >= since_s for each in self.sent))
 
     def rate(self, *, within_s: float = math.inf, since_s: float = 0.0) -> float:
         """Return the number of 200s per second that arrived within a time of their due time."""
@@ -178,8 +184,12 @@ class Client:
 
     def __init__(self, port: int, stream: Stream, idle: list[Connection]) -> None:
         self._port, self._stream, self._idle = port, stream, idle
-        head = f"GET {stream.path} HTTP/1.1\r\nhost: localhost\r\n{stream.headers}\r\n"
-        self._request = head.encode()
+        method, fields = "GET", stream.headers
+        if stream.body:
+            method = "POST"
+            fields += f"content-type: application/json\r\ncontent-length: {len(stream.body)}\r\n"
+        head = f"{method} {stream.path} HTTP/1.1\r\nhost: localhost\r\n{fields}\r\n"
+        self._request = (head + stream.body).encode()
         self._free = asyncio.Semaphore(stream.connections)
         self._sent: list[Sent] = []
 

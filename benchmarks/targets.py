@@ -5,6 +5,7 @@ A benchmark does not fail if a requirement is not met; it prints that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.results import Result
@@ -57,6 +58,13 @@ def in_processes(row: str, required: float, alone: float | None = None) -> list[
     return found
 
 
+def batches(arrivals: str) -> Iterator[Target]:
+    """Yield the targets of both models: against the best fixed setting, the default and BentoML."""
+    for row in ("batches, growing cost", "batches, fixed cost"):
+        for end, required in (("", 0.95), (", default", 1.5), (", BentoML", 1.2)):
+            yield Target(row + end, arrivals, "", "requests_per_s_ratio", AT_LEAST, required)
+
+
 def without_gil(row: str, required: float, load: str = "8 connections") -> Target:
     return Target(row, load, "", "requests_per_s_ratio", AT_LEAST, required)
 
@@ -107,6 +115,10 @@ TARGETS = (
     without_gil("def + dependency", 1.3, "32 connections"),
     Target("no-op", "1 connection", "", "p50_ms_ratio", AT_MOST, 1.0),
     Target("recursive", "4 clients", "", "errors", AT_MOST, 0),
+    *batches("steady"),
+    *batches("bursts of 20"),
+    Target("batches, growing cost", "10 a second", "", "p50_ms_added", AT_MOST, 2),
+    Target("batches, fixed cost", "10 a second", "", "p50_ms_added", AT_MOST, 2),
     peer("Ray Serve", 12),
     peer("LitServe", 4),
     peer("BentoML", 8),

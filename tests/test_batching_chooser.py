@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -116,6 +117,23 @@ def test_no_history_gives_a_size_out_of_bounds_or_a_long_wait(
         assert chooser.chosen(size).reason
 
 
+@pytest.mark.parametrize(("comes", "waits"), [(True, True), (False, False)])
+def test_a_batch_waits_only_if_one_more_call_came_after_earlier_ones(
+    comes: bool, waits: bool
+) -> None:
+    chooser = taught(0.03, 0.0)
+    for _ in range(20):
+        chooser.came()
+        assert 0.0 <= chooser.wait_s(8, chooser.came_at) <= LONGEST_S
+        if not comes:
+            passed = monotonic() + 1.5 * LONGEST_S
+            while monotonic() < passed:
+                pass
+    chooser.came()
+    assert (chooser.wait_s(8, chooser.came_at) > 0.0) == waits
+    assert (chooser.chosen(8).wait_s > 0.0) == waits
+
+
 # The batches.
 
 
@@ -131,10 +149,11 @@ async def test_batches_grow_as_they_succeed_and_a_failed_one_teaches_nothing(fai
             raise ValueError("no")
         return xs
 
-    answers = await asyncio.gather(*map(function, range(15)), return_exceptions=True)
+    answers = await asyncio.gather(*map(function, range(43)), return_exceptions=True)
 
-    assert sizes == ([1] * 15 if fails else [1, 2, 4, 8])
-    assert [type(each) for each in answers] == [ValueError if fails else int] * 15
+    # From the third on the line through two sizes is known.
+    assert sizes == ([1] * 43 if fails else [1, 2, 8, 32])
+    assert [type(each) for each in answers] == [ValueError if fails else int] * 43
 
 
 @pytest.mark.anyio

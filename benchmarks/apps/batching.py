@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import Any
 
-import numpy as np
-
 import ingress as serve
+from benchmarks.work import nap, network
 
 OPTIONS: dict[str, Any] = json.loads(os.environ.get("BATCH", "{}"))
-WIDTH = 1200
-FIXED_S = 0.02
-WEIGHTS = np.random.default_rng(1).standard_normal((3, WIDTH, WIDTH), dtype=np.float32)
-ROW = np.ones(WIDTH, dtype=np.float32)
 
 
 @serve.deployment(max_ongoing_requests=2000)
 class Growing:
-    """Three layers of NumPy: the time of a batch grows with its size."""
+    def __init__(self) -> None:
+        self.predict_rows = network()
 
     @serve.batch(**OPTIONS)
-    def predict(self, rows: list[Any]) -> list[float]:
-        values = np.stack(rows)
-        for weights in WEIGHTS:
-            values = np.tanh(values @ weights)
-        return [float(each) for each in values[:, 0]]
+    def predict(self, rows: list[int]) -> list[float]:
+        return self.predict_rows(len(rows))
 
-    async def __call__(self, request: Any) -> str:
-        await self.predict(ROW)
-        return "done"
+    async def __call__(self, request: Any) -> list[float]:
+        return [await self.predict(1)]
 
 
 @serve.deployment(max_ongoing_requests=2000)
 class Fixed:
-    """A model whose batch takes 20 ms, whatever its size."""
-
     @serve.batch(**OPTIONS)
-    def predict(self, rows: list[Any]) -> list[Any]:
-        time.sleep(FIXED_S)
-        return rows
+    def predict(self, rows: list[int]) -> list[float]:
+        return nap(len(rows))
 
-    async def __call__(self, request: Any) -> str:
-        await self.predict(ROW)
-        return "done"
+    async def __call__(self, request: Any) -> list[float]:
+        return [await self.predict(1)]
 
 
 growing = Growing.bind()

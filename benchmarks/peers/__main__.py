@@ -102,8 +102,9 @@ def litserve(bin_: Path, folder: str, port: int) -> list[str | Path]:
     return [bin_ / "python", "-m", "benchmarks.peers.litserve_app", str(port)]
 
 
-def bentoml(bin_: Path, folder: str, port: int) -> list[str | Path]:
-    app = "benchmarks.peers.bentoml_app:Noop"
+def bentoml(
+    bin_: Path, folder: str, port: int, app: str = "benchmarks.peers.bentoml_app:Noop"
+) -> list[str | Path]:
     return [bin_ / "bentoml", "serve", app, "--host", "127.0.0.1", "--port", str(port)]
 
 

@@ -4,19 +4,20 @@ The time of a batch of n calls is taken to be a + b n: a line through the last b
 older one counts less. Two numbers follow from it, for each model and instance:
 
     size   the most calls whose batch takes `SHARE` of the target at most: the rest is for the batch
-           that runs when a call comes. At most twice the largest batch so far, because the line is
-           known only there.
+           that runs when a call comes. At most twice the largest batch of late, and four times once
+           batches of two sizes were measured, because the line is known only there.
     wait   how long to wait for the next call, once a batch could begin. Each of n calls that are
-           there would lose that time; the next call would not have to wait for a whole batch, a +
-           b n. So a batch waits while the next call is due within (a + b n) / n, and never longer
-           than `LONGEST_S` for one that does not come.
+           there would lose that time, and as many that come while the batch runs; the next call
+           would not have to wait for a whole batch, a + b n. So a batch waits for (a + b n) / 2 n,
+           `LONGEST_S` at most, if that pays: if it does, by the share of earlier batches of n
+           calls after which one more came in that time.
 
 Batches that wait for each other need no wait: while one runs, the next one fills.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from ingress.core.base.counters import BatchChoice
@@ -24,7 +25,8 @@ from ingress.core.base.counters import BatchChoice
 LONGEST_S = 0.002
 SHARE = 0.8
 KEPT = 0.85  # of the weight of earlier batches: after a change, 20 batches weigh 96 %
-GAP_KEPT = 0.75  # of the estimate of the gap between two calls
+PAYS_KEPT = 0.7  # of the weight of earlier waits of this size
+SIZES = 256  # whose waits are counted; larger ones count together
 TRIED = 16  # each 16th batch may be larger than the line says; its time is the target at most
 MODELS = 100  # whose choosers are kept for an instance
 
@@ -43,8 +45,9 @@ class Chooser:
     each_s: float = 0.0  # b
     largest: float = 0.0  # the largest batch that was measured
     count: int = 0
-    gap_s: float = 2 * LONGEST_S  # between two calls
     came_at: float = 0.0
+    _pays: dict[int, float] = field(default_factory=dict)  # share of the waits, by size
+    _asked: tuple[int, float] | None = None  # the size, and when the next call has to come
     _is_line: bool = False  # batches of two sizes were measured
     # Sums over the batches, with their weights: of 1, n, t, n n and n t.
     _ones: float = 0.0
@@ -55,11 +58,12 @@ class Chooser:
 
     def came(self) -> None:
         """Note a call."""
-        now = monotonic()
-        # A pause counts as twice the longest wait, so that a burst after it is seen soon.
-        gap_s = min(now - self.came_at, 2 * LONGEST_S)
-        self.gap_s = gap_s + GAP_KEPT * (self.gap_s - gap_s)
-        self.came_at = now
+        self.came_at = now = monotonic()
+        if self._asked is not None:  # whether the batch waited for this call, or had begun
+            size, until = self._asked
+            paid = now <= until
+            self._pays[size] = paid + PAYS_KEPT * (self._pays.get(size, 0.5) - paid)
+            self._asked = None
 
     def learn(self, size: float, took_s: float) -> None:
         """Take a batch that has succeeded into account."""
@@ -89,7 +93,7 @@ class Chooser:
         """The most calls that the next batch gets."""
         if not self.count:
             return 1
-        known = max(1.0, 2.0 * self.largest)
+        known = self._known
         room_s = SHARE * self.target_s - self.base_s
         if room_s > 0.0:
             fits = known if self.each_s == 0.0 else room_s / self.each_s
@@ -101,22 +105,35 @@ class Chooser:
             fits = known
         return max(1, min(self.bound, int(min(known, fits))))
 
+    @property
+    def _known(self) -> float:
+        """How large a batch may be without leaving what was measured far behind."""
+        return max(1.0, (4.0 if self._is_line else 2.0) * self.largest)
+
     def wait_s(self, size: float, since: float) -> float:
         """Return how long to wait for one more call, 0 to begin.
 
         `size` is that of the forming batch, and `since` the time of its first call.
         """
         now = monotonic()
-        gain_s = self.time_s(size) / size
-        longest_s = min(gain_s, LONGEST_S, SHARE * self.target_s - self.time_s(size) - now + since)
-        if self.gap_s > longest_s:
+        room_s = SHARE * self.target_s - self.time_s(size) - now + since
+        until = max(self.came_at, since) + min(self._longest_s(size), room_s)
+        if until <= now:
             return 0.0
-        return max(0.0, max(self.came_at, since) + longest_s - now)
+        self._asked = _counted(size), until
+        return until - now if self._is_worth(size) else 0.0
+
+    def _longest_s(self, size: float) -> float:
+        return min(self.time_s(size) / (2.0 * size), LONGEST_S)
+
+    def _is_worth(self, size: float) -> bool:
+        """Return whether waiting pays: what it saves the next call is more than the others lose."""
+        pays = self._pays.get(_counted(size), 0.5)
+        return pays * self.time_s(size) > (1.0 - pays) * 2.0 * size * self._longest_s(size)
 
     def chosen(self, size: float) -> BatchChoice:
         """Return the choice for a batch that begins with this size, for people."""
-        wait_s = min(self.time_s(size) / size, LONGEST_S)
-        wait_s = 0.0 if self.gap_s > wait_s else wait_s
+        wait_s = self._longest_s(size) if self._is_worth(size) else 0.0
         return BatchChoice(self.size, wait_s, self.target_s, self._reason())
 
     def _reason(self) -> str:
@@ -128,9 +145,13 @@ class Chooser:
             return f"{line}: even one call takes longer than the target"
         if self.size >= self.bound:
             return f"{line}: limited by max_batch_size"
-        if self.size >= int(2 * self.largest):
-            return f"{line}: twice the largest batch of late, {self.largest:.0f}"
+        if self.size >= int(self._known):
+            return f"{line}: {self._known / self.largest:.0f} x the largest batch of late"
         return f"{line}: {SHARE:.0%} of the target of {self.target_s * 1e3:g} ms"
+
+
+def _counted(size: float) -> int:
+    return min(int(size), SIZES)
 
 
 class Choosers:
