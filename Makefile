@@ -26,7 +26,7 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: bench-batching help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
+.PHONY: bench-batching docs docs-serve help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
 .DELETE_ON_ERROR:
@@ -130,6 +130,16 @@ bench-overload: .venv/.test ## Goodput under overload, against another checkout:
 bench-batching: .venv/.test ## Batches that tune themselves against the best fixed setting: 15 minutes
 	@$(BIN)/python -m benchmarks.batching $(ARGS)
 
+# Notices about later versions of MkDocs, which the extra `docs` excludes.
+QUIET_DOCS = DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1
+
+docs: .venv-docs/.made ## Build the site of the documentation into build/site
+	@$(QUIET_DOCS) .venv-docs/bin/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+	@echo "open build/site/index.html"
+
+docs-serve: .venv-docs/.made ## Show the site on 127.0.0.1:8001, and follow changes
+	@$(QUIET_DOCS) .venv-docs/bin/mkdocs serve --config-file docs/mkdocs.yml --dev-addr 127.0.0.1:8001
+
 bench-document: .venv/.test ## Make docs/benchmarks again, from the results that are there
 	@$(BIN)/python -m benchmarks.document
 
@@ -214,6 +224,12 @@ clean: ## Remove the environments and caches
 	@.venv-fastapi-suite/bin/python -m pip install -qq --disable-pip-version-check --upgrade "pip>=25.1"
 	@.venv-fastapi-suite/bin/python -m pip install -qq --disable-pip-version-check -e .
 	@.venv-fastapi-suite/bin/python -m tests.fastapi_suite.sdist
+	@touch $@
+
+.venv-docs/.made: pyproject.toml
+	@echo "Making .venv-docs ..."
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
 .venv-page/.made: pyproject.toml

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _VARIES = [
     r"(\d+ x )?200 'true'",
     r" in \d+\.\d+s",
     r"^[\d.]+ cores?: .*",
+    r"\{200: \d+, 503: \d+\}",
+    r"[0-9a-f]{8}-[0-9a-f-]{27}",
 ]
 """Output that depends on the machine or the time."""
 
@@ -66,25 +69,31 @@ class Reader:
         assert begins[0] == 0
         for begin, end in pairwise([*begins, len(session)]):
             command, _, shown = session[begin + 2 : end].partition("\n")
-            done = subprocess.run(
-                ["/bin/sh", "-c", command],
-                cwd=self._folder,
-                env={
-                    **environment(self._folder),
-                    "PATH": os.pathsep.join([str(self._bin), os.environ["PATH"]]),
-                    "PYTHONDONTWRITEBYTECODE": "1",  # a file that is replaced within a second
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=50,
-                check=False,
-            )
-            printed = "\n".join(line.rstrip() for line in done.stdout.splitlines())
-            assert _is(printed.strip(), shown.strip()), f"$ {command}\n{done.stdout}"
+            printed = self.output(command)
+            assert is_shown(printed, shown.strip()), f"$ {command}\n{printed}"
+
+    def output(self, command: str, more: Mapping[str, str] | None = None) -> str:
+        """Run a command, with `more` variables, and return what it prints."""
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            cwd=self._folder,
+            env={
+                **environment(self._folder),
+                **(more or {}),
+                "PATH": os.pathsep.join([str(self._bin), os.environ["PATH"]]),
+                "PYTHONDONTWRITEBYTECODE": "1",  # a file that is replaced within a second
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip()
 
 
-def _is(printed: str, shown: str) -> bool:
+def is_shown(printed: str, shown: str) -> bool:
+    """Return whether an output is the one that a document shows."""
     for each in _VARIES:
         printed = re.sub(each, "*", printed, flags=re.MULTILINE)
         shown = re.sub(each, "*", shown, flags=re.MULTILINE)

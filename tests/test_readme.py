@@ -1,4 +1,7 @@
-"""Every block of the README runs: Python as a file, commands as typed."""
+"""Every block of the README, docs/tour.md and docs/where-code-runs.md runs.
+
+Python as a file, commands as typed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from tests.documents import Reader, blocks, links
 from tests.programs import INGRESS, ROOT, environment, process, run_ingress, run_python
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = blocks(ROOT / "README.md")
+PAGES = ROOT / "README.md", ROOT / "docs" / "tour.md", ROOT / "docs" / "where-code-runs.md"
+BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 CONSOLE = [text for language, text in BLOCKS if language == "console"]
 
@@ -166,8 +170,14 @@ def test_the_warning_is_quoted_as_it_is_issued(recwarn: pytest.WarningsRecorder)
     assert f"{SyncMethodOnEventLoopWarning.__name__}: {begins}" in done.stderr
 
 
-def test_the_links_lead_somewhere() -> None:
-    found = links(ROOT / "README.md")
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_the_links_lead_somewhere(page: Path) -> None:
+    found = links(page)
 
     assert found
-    assert [link for link in found if not (ROOT / link).exists()] == []
+    assert [link for link in found if not (page.parent / link).exists()] == []
+
+
+def test_the_first_page_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1500

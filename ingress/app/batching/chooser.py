@@ -107,7 +107,7 @@ class Chooser:
 
     @property
     def _known(self) -> float:
-        """How large a batch may be without leaving what was measured far behind."""
+        """The largest batch that does not leave what was measured far behind."""
         return max(1.0, (4.0 if self._is_line else 2.0) * self.largest)
 
     def wait_s(self, size: float, since: float) -> float:

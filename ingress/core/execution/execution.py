@@ -17,8 +17,8 @@ move to a worker thread. Only this module makes that choice, so every call follo
 (threads with a limit of their own), or in the serial thread. All serial methods of a replica share
 one thread; if a class has such a method, its LIFECYCLE runs in that thread, too.
 
-A generator is iterated where the function that returned it ran. An awaitable that a `def` returns
-is awaited on the loop. An error that is not an `Exception` becomes `UserCodeExit` here, and an
+A generator runs in the same place as the function that returned it. The loop awaits an awaitable
+that a `def` returns. An error that is not an `Exception` becomes `UserCodeExit` here, and an
 error that cannot be read becomes `UnreadableError`.
 """
 

@@ -1,0 +1,37 @@
+"""Every command of the tutorial prints what its page shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.documents import blocks, is_shown
+from tests.tutorial import LEARN, PAGES, Tutorial, commands
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_a_step_does_what_its_page_shows(page: Path, tmp_path: Path) -> None:
+    tutorial = Tutorial(tmp_path)
+    for before in PAGES[: PAGES.index(page)]:
+        tutorial.prepare(before)
+
+    printed = tutorial.follow(page)
+
+    consoles = [text for language, text in blocks(page) if language == "console"]
+    shown = [each for text in consoles for each in commands(text)]
+    assert [command for command, _ in printed] == [command for command, _ in shown]
+    for (command, output), (_, expected) in zip(printed, shown, strict=True):
+        assert is_shown(output, expected), f"$ {command}\n{output}"
+
+
+def test_each_step_is_in_the_index_and_has_its_picture() -> None:
+    index = (LEARN / "index.md").read_text()
+    assert len(PAGES) == 10
+    for page in PAGES:
+        assert f"({page.name})" in index
+        pictures = [each for each in page.read_text().split("](") if ".svg)" in each[:40]]
+        shows_where = "$ ingress explain" in page.read_text()
+        assert pictures or shows_where or page.stem[:2] in ("01", "09", "10")
