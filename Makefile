@@ -26,7 +26,7 @@ endef
 export IS_PRE_RELEASE
 
 .DEFAULT_GOAL := help
-.PHONY: bench-batching docs docs-serve help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
+.PHONY: bench-batching dist docs docs-serve help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
 .DELETE_ON_ERROR:
@@ -129,6 +129,21 @@ bench-overload: .venv/.test ## Goodput under overload, against another checkout:
 
 bench-batching: .venv/.test ## Batches that tune themselves against the best fixed setting: 15 minutes
 	@$(BIN)/python -m benchmarks.batching $(ARGS)
+
+dist: ## Build wheel and sdist, check them, and serve with the wheel on each Python: 2 minutes
+	@test -x .venv-dist/bin/pyroma || { $(PYTHON) -m venv .venv-dist && \
+		.venv-dist/bin/pip install -qq build twine check-wheel-contents pyroma; }
+	@rm -rf dist build/dist
+	@.venv-dist/bin/python -m build --quiet
+	@.venv-dist/bin/twine check --strict dist/*
+	@.venv-dist/bin/check-wheel-contents dist/*.whl
+	@.venv-dist/bin/pyroma --min 8 --quiet dist/*.tar.gz
+	@for each in $(PYTHONS); do \
+		$$each -c "" 2>/dev/null || { echo "$$each: not on this machine"; continue; }; \
+		$$each -m venv build/dist/$$each && \
+		build/dist/$$each/bin/python -m pip install -qq --disable-pip-version-check dist/*.whl && \
+		PYTHONPATH= build/dist/$$each/bin/python tests/installed.py || exit 1; \
+	done
 
 # Notices about later versions of MkDocs, which the extra `docs` excludes.
 QUIET_DOCS = DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1

@@ -465,6 +465,16 @@ def test_threads_are_no_more_than_what_else_limits_a_function(app: FastAPI) -> N
     assert rows["dependency"].places[0].threads == 3
 
 
+def test_batches_of_each_model_are_limited_by_the_threads_alone() -> None:
+    class K:
+        @serve.batch(max_concurrent_batches=2, per_model=True)
+        def __call__(self, values: list[int]) -> list[int]:
+            return values
+
+    (row,) = [row for row in explain(bind(serve.deployment(K)), Settings()).rows]
+    assert (row.places[0].threads or 0) > 2
+
+
 def test_what_several_routes_share_is_one_row() -> None:
     app, router = FastAPI(), APIRouter()
 

@@ -75,6 +75,11 @@ class Handler:
     target_s: float | None = None
 
     @property
+    def at_once(self) -> int | None:
+        """The most batches of a replica that run at once, `None` if models have their own limits."""
+        return None if self.per_model else self.max_concurrent_batches
+
+    @property
     def streams(self) -> bool:
         return self.kind in (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 

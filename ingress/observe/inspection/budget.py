@@ -244,7 +244,7 @@ def _called(built: BuiltDeployment) -> Iterator[tuple[Callable[..., object], Rol
     for func in funcs:
         if isinstance(batcher := getattr(func, "__ingress_batcher__", None), Batcher):
             handler = batcher.handler
-            yield handler.func, Role.BATCH, handler.max_concurrent_batches
+            yield handler.func, Role.BATCH, handler.at_once
         elif not built.is_asgi:
             yield func, Role.METHOD, None
     if built.bound_app is not None:

@@ -89,7 +89,7 @@ def _decorated(what: str, member: Callable[..., object]) -> Iterator[Part]:
         what_it_is = f"{what}, batch".removeprefix(", ")
         if handler.target_s is not None:  # its size and wait are chosen
             what_it_is += f" for {handler.target_s * 1e3:g} ms"
-        yield Part(what_it_is, handler.func, Role.BATCH, handler.max_concurrent_batches)
+        yield Part(what_it_is, handler.func, Role.BATCH, handler.at_once)
     if (loader := getattr(member, "__ingress_loader__", None)) is not None:
         yield Part("model loader", loader, Role.METHOD)
         model = _returned_class(loader)
