@@ -28,8 +28,7 @@ from benchmarks.work import ONE_THREAD, TARGET_MS
 CHOSEN: dict[str, Any] = {"target_latency_ms": TARGET_MS}
 FIXED: list[dict[str, Any]] = [
     {"max_batch_size": size, "batch_wait_timeout_s": wait_s}
-    for size in (64, 32, 128, 16, 8)
-    for wait_s in (0, 0.005)
+    for size, wait_s in ((64, 0), (64, 0.005), (32, 0), (32, 0.005), (128, 0), (16, 0))
 ]
 MODELS = ("growing", "fixed")
 ARRIVALS = {"steady": 1, "bursts of 20": 20}
@@ -88,7 +87,7 @@ class Served:
         while self.is_in_time(self.place + 1, burst):
             self.place += 1
         while self.place not in self.passed and not self.is_in_time(self.place, burst):
-            self.place -= 1
+            self.place = max(0, self.place - 2)
         return {"requests_per_s": RATES[self.place], **latencies(self.passed[self.place])}
 
 
@@ -129,8 +128,8 @@ def words(options: dict[str, Any]) -> str:
     return f"best fixed setting: {size} calls, {wait_s * 1e3:g} ms"
 
 
-def best(model: str, arrivals: str, burst: int) -> tuple[dict[str, Any], int]:
-    """Return the fixed setting with the greatest rate, and the place of that rate."""
+def best(model: str, arrivals: str, burst: int) -> dict[str, Any]:
+    """Return the fixed setting with the greatest rate."""
     place, setting = LOW, FIXED[0]
     for each in FIXED:
         with ours(model, each) as running:
@@ -138,14 +137,18 @@ def best(model: str, arrivals: str, burst: int) -> tuple[dict[str, Any], int]:
         if running.place > place:
             place, setting = running.place, each
         print(f"{model}, {arrivals}, {words(each)}: {RATES[running.place]}/s", file=sys.stderr)
-    return setting, place
+    return setting
 
 
 def in_turn(servers: Sequence[Served], burst: int, pairs: int) -> list[list[Sample]]:
     for each in servers:
         each.search(burst)
-    runs = [[each.climb(burst) for each in servers] for _ in range(pairs)]
-    return [list(mine) for mine in zip(*runs, strict=True)]
+    runs: list[list[Sample]] = [[] for _ in servers]
+    for _ in range(pairs):
+        for each, mine in zip(servers, runs, strict=True):
+            mine.append(each.climb(burst))
+        print(", ".join(f"{RATES[each.place]}/s" for each in servers), file=sys.stderr)
+    return runs
 
 
 def measure(options: Namespace) -> command.Results:
@@ -155,21 +158,22 @@ def measure(options: Namespace) -> command.Results:
             chosen = stack.enter_context(ours(model, CHOSEN))
             default = stack.enter_context(ours(model, {}))
             for arrivals, burst in ARRIVALS.items():
-                setting, _ = best(model, arrivals, burst)
-                with ours(model, setting) as fixed, theirs(model) as bento:
-                    runs = in_turn([chosen, fixed, default, bento], burst, options.pairs)
-                others = (("", words(setting)), (", default", "default setting"))
-                for (end, other), theirs_ in zip((*others, PEER), runs[1:], strict=True):
-                    yield Result(row + end, arrivals, "", runs[0], other, theirs_)
+                setting = best(model, arrivals, burst)
+                others = [("", words(setting)), (", default", "default setting")]
+                with ExitStack() as those:
+                    servers = [chosen, those.enter_context(ours(model, setting)), default]
+                    if burst == 1:  # once is enough to compare with
+                        servers.append(those.enter_context(theirs(model)))
+                        others.append((", BentoML", f"BentoML {BENTOML.version()}"))
+                    runs = in_turn(servers, burst, options.pairs)
+                for (end, other), their_runs in zip(others, runs[1:], strict=True):
+                    yield Result(row + end, arrivals, "", runs[0], other, their_runs)
             with ours(model, {"max_batch_size": 32, "batch_wait_timeout_s": 0}) as fixed:
                 found: list[list[Sample]] = [[], []]
                 for _ in range(options.pairs):
                     for each, mine in zip((chosen, fixed), found, strict=True):
                         mine.append(latencies(each.sent(SLOW, 1, options.seconds)))
             yield Result(row, f"{SLOW} a second", "", found[0], "no wait", found[1])
-
-
-PEER = (", BentoML", f"BentoML {BENTOML.version()}") if BENTOML.bin.exists() else ("", "")
 
 
 def main() -> int:

@@ -61,7 +61,8 @@ def in_processes(row: str, required: float, alone: float | None = None) -> list[
 def batches(arrivals: str) -> Iterator[Target]:
     """Yield the targets of both models: against the best fixed setting, the default and BentoML."""
     for row in ("batches, growing cost", "batches, fixed cost"):
-        for end, required in (("", 0.95), (", default", 1.5), (", BentoML", 1.2)):
+        others = [("", 0.95), (", default", 1.5)]
+        for end, required in [*others, (", BentoML", 1.2)] if arrivals == "steady" else others:
             yield Target(row + end, arrivals, "", "requests_per_s_ratio", AT_LEAST, required)
 
 
