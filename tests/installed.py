@@ -17,7 +17,7 @@ import urllib.request
 from importlib.metadata import distributions, version
 from pathlib import Path
 
-APP = '''\
+APP = """\
 from fastapi import FastAPI
 
 import ingress as serve
@@ -34,7 +34,7 @@ class Hello:
 
 
 hello = Hello.bind()
-'''
+"""
 
 
 def main() -> None:
@@ -43,7 +43,10 @@ def main() -> None:
         os.chdir(folder)
         command = [sys.executable, "-m", "ingress", "run", "hello:hello", "--port", "0"]
         with subprocess.Popen(
-            [*command, "--admin", "off"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, "--admin", "off"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         ) as server:
             assert server.stdout is not None
             said = ""
@@ -51,7 +54,7 @@ def main() -> None:
                 line = server.stdout.readline()
                 assert line, f"the server has ended:\n{said}"
                 said += line
-            with urllib.request.urlopen(ready[1], timeout=10) as answer:  # noqa: S310 - of ours
+            with urllib.request.urlopen(ready[1], timeout=10) as answer:
                 assert answer.read() == b'"hello"'
             server.send_signal(signal.SIGTERM)
             server.stdout.read()

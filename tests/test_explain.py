@@ -471,7 +471,7 @@ def test_batches_of_each_model_are_limited_by_the_threads_alone() -> None:
         def __call__(self, values: list[int]) -> list[int]:
             return values
 
-    (row,) = [row for row in explain(bind(serve.deployment(K)), Settings()).rows]
+    (row,) = explain(bind(serve.deployment(K)), Settings()).rows
     assert (row.places[0].threads or 0) > 2
 
 
