@@ -149,7 +149,7 @@ dist: ## Build wheel and sdist, check them, and serve with the wheel on each Pyt
 QUIET_DOCS = DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1
 
 docs: .venv-docs/.made ## Build the site of the documentation into build/site
-	@$(QUIET_DOCS) .venv-docs/bin/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+	@$(QUIET_DOCS) .venv-docs/bin/mkdocs build --strict --config-file docs/mkdocs.yml
 	@echo "open build/site/index.html"
 
 docs-serve: .venv-docs/.made ## Show the site on 127.0.0.1:8001, and follow changes

@@ -76,7 +76,7 @@ class Handler:
 
     @property
     def at_once(self) -> int | None:
-        """The most batches of a replica that run at once, `None` if models have their own limits."""
+        """The most batches that a replica runs at once, `None` if each model has a limit."""
         return None if self.per_model else self.max_concurrent_batches
 
     @property
