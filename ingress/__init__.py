@@ -48,7 +48,7 @@ from ingress.request_context import (
 from ingress.serving.replicas.multiplex import get_multiplexed_model_id, multiplexed
 from ingress.telemetry.watchdog import Stall
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Application",
