@@ -21,6 +21,7 @@ ELSEWHERE = {
     "README.md": "test_readme.py",
     "docs/async-objects.md": "test_loop_sharing.py",
     "docs/explain.md": "test_explain.py",
+    "docs/how-to/catalogue.md": "test_app_catalogue.py",
     "docs/how-to/chat.md": "test_app_chat.py",
     "docs/migrating.md": "test_guides.py",
     "docs/opentelemetry.md": "ecosystem/test_tracing.py",
