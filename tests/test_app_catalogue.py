@@ -24,10 +24,11 @@ from tests.conformance.observe import Served, here, online
 from tests.how_to import check_page
 from tests.servers import PATIENCE_S, bind, wait_until
 
-for each in ("sqlalchemy.ext.asyncio", "aiosqlite", "asyncpg"):
-    pytest.importorskip(each, reason="needs the extra `apps`", exc_type=ImportError)
+pytest.importorskip("sqlalchemy.ext.asyncio", reason="needs the extra `apps`", exc_type=ImportError)
+pytest.importorskip("aiosqlite", reason="needs the extra `apps`")
+pytest.importorskip("asyncpg", reason="needs the extra `apps`")
 
-from app_examples.catalogue import app as example  # noqa: E402
+from app_examples.catalogue import app as example
 
 BOLT = {"sku": "M8-40", "name": "Bolt", "price_cents": 12}
 

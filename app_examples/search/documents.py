@@ -1,0 +1,28 @@
+"""The documents that the search knows when it starts."""
+
+DOCUMENTS = {
+    "bread": "Knead flour, water, salt and yeast. Let the dough rise for an hour, then bake it.",
+    "sourdough": "A starter of flour and water ferments for days. It makes the dough rise slowly.",
+    "soup": "Cook onions, carrots and celery in water. Season the broth with salt and pepper.",
+    "coffee": "Grind the beans, pour hot water over them, and wait four minutes.",
+    "tea": "Green tea wants water of 80 degrees, black tea wants boiling water.",
+    "tomatoes": "Sow tomatoes in March on a window. Plant them out after the last frost.",
+    "compost": "Leaves, grass and kitchen waste become compost, food for the soil of the garden.",
+    "roses": "Prune roses in spring, above a bud that points outwards. Water the soil, not leaves.",
+    "lawn": "Mow the grass once a week, and let it grow longer in a dry summer.",
+    "bees": "Bees collect nectar and pollen of flowers, and make honey in the hive.",
+    "bicycle chain": "Clean the chain with a cloth, then put a drop of oil on each link.",
+    "flat tyre": "Take off the wheel, find the hole in the tube, roughen it and glue on a patch.",
+    "brakes": "Turn the screw at the brake lever until the pads touch the rim of the wheel evenly.",
+    "saddle": "At the right height of the saddle the leg is nearly straight on the lower pedal.",
+    "night ride": "A white lamp in front, a red lamp behind, and a coat that reflects light.",
+    "telescope": "A larger mirror collects more light, and shows fainter stars and galaxies.",
+    "moon": "The moon turns around the earth in 27 days, and shows it the same side always.",
+    "planets": "Planets shine steadily, stars twinkle. Venus is the brightest of all planets.",
+    "comet": "A comet grows a tail of dust and gas when it comes near the sun.",
+    "eclipse": "The moon covers the sun for a few minutes. Look only through a dark filter.",
+    "guitar": "Tune the strings from low to high: E, A, D, G, B, E. New strings go flat at first.",
+    "piano": "Play scales slowly with each hand alone, then with both hands together.",
+    "choir": "Warm up the voice with long vowels before the choir sings.",
+    "drums": "Practise the rhythm with a metronome, slowly, until both hands are even.",
+}
