@@ -49,6 +49,7 @@ class Reader:
         self._bin.mkdir()
         plugin = ["-p", "ingress.testing.plugin", "-p", "no:cacheprovider"]
         self._command("ingress", 200, INGRESS)
+        self._command("python", 80, [sys.executable])
         self._command("pytest", 80, [sys.executable, "-m", "pytest", *plugin])
 
     def _command(self, name: str, columns: int, words: list[str]) -> None:
