@@ -1,4 +1,4 @@
--- Questions for wrk: see docs/how-to/chat.md.
+-- Streamed answers to one question, for wrk: see docs/how-to/chat.md.
 wrk.method = "POST"
 wrk.path = "/v1/chat/completions"
 wrk.headers["content-type"] = "application/json"
