@@ -103,14 +103,14 @@ def test_the_page_has_a_form_for_uploads(it: Served) -> None:
     assert '<input type="file" name="image"' in response.text
 
 
-def test_images_beyond_the_queue_of_a_stage_are_refused_and_all_others_are_served() -> None:
+def test_images_beyond_the_queue_are_refused_before_a_stage_works_on_them() -> None:
     gate = Gate()
-    places = set()
+    places = []
 
     class Decode(example.Decode.func_or_class):  # type: ignore[misc, name-defined]
         @serve.method(lane="cpu")
         def __call__(self, data: bytes) -> Any:
-            places.add(here())
+            places.append(here())
             gate.wait()
             return super().__call__(data)
 
@@ -119,18 +119,18 @@ def test_images_beyond_the_queue_of_a_stage_are_refused_and_all_others_are_serve
         bind(replace(deployment, func_or_class=Decode)),
         *(bind(each) for each in (example.Transform, example.Encode)),
     )
-    with online(bind(example.Thumbnails, *stages)) as it, ThreadPoolExecutor(10) as pool:
-        waiting = [pool.submit(upload, it, encoded()) for _ in range(2 + 8)]
-        wait_until(lambda: it.status("Decode").queued == 8)
-        gate.wait_for(2)
+    with online(bind(example.Thumbnails, *stages)) as it, ThreadPoolExecutor(24) as pool:
+        waiting = [pool.submit(upload, it, encoded()) for _ in range(8 + 16)]
+        wait_until(lambda: it.status().queued == 16)
+        wait_until(lambda: it.status("Decode").queued == 6)
         refused = upload(it, encoded())
         gate.open()
         answers = [each.result() for each in waiting]
 
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert {answer.status_code for answer in answers} == {200}
-    assert len(places) == 1
-    assert "cpu" in places.pop()
+    assert len(places) == 24
+    assert all("cpu" in place for place in places)
 
 
 @pytest.mark.thorough

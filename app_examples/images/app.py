@@ -25,12 +25,8 @@ PAGE = Path(__file__).with_name("page.html").read_text()
 
 api = FastAPI(title="Images")
 
-STAGE: DeploymentOptions = {
-    "max_ongoing_requests": 2,  # images in memory, and threads that compute
-    "max_queued_requests": 8,
-    "backpressure_config": {"retry_after_s": 1},
-    "lanes": {"cpu": 2},
-}
+STAGE: DeploymentOptions = {"max_ongoing_requests": 2, "lanes": {"cpu": 2}}
+"""Two images at once, each in a thread. The queue needs no limit: `Thumbnails` has one."""
 
 
 @serve.deployment(**STAGE)
@@ -65,7 +61,11 @@ class Encode:
         return encoded.getvalue()
 
 
-@serve.deployment(max_ongoing_requests=40, max_queued_requests=40)  # uploads in memory, and waiting
+@serve.deployment(
+    max_ongoing_requests=8,  # images in memory, in all stages together
+    max_queued_requests=16,
+    backpressure_config={"retry_after_s": 1},
+)
 @serve.ingress(api)
 class Thumbnails:
     def __init__(
