@@ -29,6 +29,7 @@ from ingress.telemetry.watchdog import WATCHDOG, Stall
 logger = logging.getLogger("ingress")
 
 Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
+T = TypeVar("T")
 
 _LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests
@@ -66,7 +67,7 @@ def start(
 
 
 def run(
-    target: Application,
+    target: Application[T],
     blocking: bool = False,
     name: str = "default",
     route_prefix: str | None = "/",
@@ -74,7 +75,7 @@ def run(
     *,
     engine: str | None = None,
     **unsupported: Never,
-) -> DeploymentHandle:
+) -> DeploymentHandle[T]:
     """Start an application and return a handle to it once all its replicas are ready.
 
     The application is served over HTTP under `route_prefix`; `None` disables HTTP for it. It

@@ -26,7 +26,9 @@ from collections.abc import (
 from contextlib import aclosing
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any, Never, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Never, NoReturn, Protocol
+
+from typing_extensions import TypeVar
 
 from ingress._unsupported import absent_member, absent_method, refuse, teller
 from ingress.core.base.options import is_number
@@ -41,6 +43,11 @@ from ingress.exceptions import (
     StreamClosedError,
     UnknownMethodError,
 )
+
+# The class or function of a deployment. By default `Any`, so that a bare name means any of them.
+T_co = TypeVar("T_co", covariant=True, default=Any)
+# The answer to a call, or an item of its stream.
+R_co = TypeVar("R_co", covariant=True, default=Any)
 
 
 class Methods(Protocol):
@@ -153,10 +160,11 @@ class HandleOptions:
     priority: int | None = None
 
 
-class DeploymentHandle:
+class DeploymentHandle(Generic[T_co]):
     """A handle to one deployment. Thread-safe, immutable, cheap to make.
 
-    Handles of the same deployment with the same options are equal.
+    Handles of the same deployment with the same options are equal. `DeploymentHandle["Model"]` says
+    to type checkers which class or function is called: docs/typing.md.
     """
 
     __slots__ = ("__weakref__", "_directory", "_id", "_options")
@@ -190,7 +198,7 @@ class DeploymentHandle:
         session_id: str | None = None,
         priority: str | None = None,
         **unsupported: Never,
-    ) -> DeploymentHandle:
+    ) -> DeploymentHandle[T_co]:
         """Return a handle with these options; options that are not given stay as they are.
 
         `session_id` is for a `request_router_class` that routes by it. Calls of `priority` "high"
@@ -308,11 +316,21 @@ class DeploymentHandle:
     def __repr__(self) -> str:
         return f"DeploymentHandle(deployment='{self._id.name}', app='{self._id.app_name}')"
 
-    def __copy__(self) -> DeploymentHandle:
+    def __copy__(self) -> DeploymentHandle[T_co]:
         return self
 
-    def __deepcopy__(self, memo: object) -> DeploymentHandle:
+    def __deepcopy__(self, memo: object) -> DeploymentHandle[T_co]:
         return self
+
+
+if TYPE_CHECKING:
+
+    class StreamingHandle(DeploymentHandle[T_co]):
+        """A handle with `stream=True`, to `ingress.mypy`; at run time a `DeploymentHandle`."""
+
+        def remote(self, *args: Any, **kwargs: Any) -> DeploymentResponseGenerator[Any]: ...
+
+        def __getattr__(self, name: str) -> StreamingHandle[Any]: ...
 
 
 def _responses_among(arguments: tuple[Any, ...]) -> list[DeploymentResponse]:
@@ -375,12 +393,12 @@ class _Response:
         )
 
 
-class DeploymentResponse(_Response):
+class DeploymentResponse(_Response, Generic[R_co]):
     """A pending answer. It may be awaited any number of times."""
 
     __slots__ = ()
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, R_co]:
         return self._wait().__await__()
 
     def __aiter__(self) -> NoReturn:
@@ -398,15 +416,16 @@ class DeploymentResponse(_Response):
             f"{name.removeprefix('handle')}.remote(...)`"
         )
 
-    async def _wait(self) -> Any:
+    async def _wait(self) -> R_co:
         try:
             await self._call.wait()
         except asyncio.CancelledError:
             self._call.cancel()  # the task no longer wants the answer
             raise
-        return self._call.outcome()
+        outcome: R_co = self._call.outcome()
+        return outcome
 
-    def result(self, *, timeout_s: float | None = None) -> Any:
+    def result(self, *, timeout_s: float | None = None) -> R_co:
         """Wait for the answer in a thread and return it.
 
         Raises the exception of user code, `TimeoutError` after `timeout_s` (the request continues),
@@ -420,10 +439,11 @@ class DeploymentResponse(_Response):
         _refuse_in_loop("await response")
         if not self._call.wait_blocking(timeout_s):
             raise TimeoutError(f"Timed out waiting for the result after {timeout_s} s.")
-        return self._call.outcome()
+        outcome: R_co = self._call.outcome()
+        return outcome
 
 
-class DeploymentResponseGenerator(_Response):
+class DeploymentResponseGenerator(_Response, Generic[R_co]):
     """A stream of answers; iterate with `async for`, or with `for` in a thread.
 
     Several consumers may take turns, but only one can wait for the next item. A second one gets
@@ -432,19 +452,20 @@ class DeploymentResponseGenerator(_Response):
 
     __slots__ = ("_channel", "_directory", "_turn")
 
-    def __init__(self, call: Call, channel: Channel[object], directory: Directory) -> None:
+    def __init__(self, call: Call, channel: Channel[Any], directory: Directory) -> None:
         super().__init__(call)
         self._turn = threading.Lock()  # held while a consumer waits; acquired without blocking
         self._channel, self._directory = channel, directory
         call.when_settled(lambda call: _end(channel, call.error))
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[R_co]:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> R_co:
         waiter = self._begin_turn()
         try:
-            return await self._channel.get()
+            item: R_co = await self._channel.get()
+            return item
         except EndOfStream:
             raise StopAsyncIteration from None
         except asyncio.CancelledError:
@@ -454,14 +475,15 @@ class DeploymentResponseGenerator(_Response):
             end_wait(self._call, waiter)
             self._turn.release()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[R_co]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> R_co:
         _refuse_in_loop("`async for` or `await response.__anext__()`", quote=False)
         waiter = self._begin_turn()
         try:
-            return self._channel.get_blocking()
+            item: R_co = self._channel.get_blocking()
+            return item
         except EndOfStream:
             raise StopIteration from None
         finally:

@@ -425,5 +425,6 @@ def test_calls_and_cancels_of_threads_leave_nothing(separate: str, switch_interv
     together(*(partial(caller, 1000 * each) for each in range(4)))
     assert wrong == []
     wait_until(lambda: ongoing() == 0)
-    batcher = K.__call__.__ingress_batcher__
+    call: Any = K.__call__
+    batcher = call.__ingress_batcher__
     wait_until(lambda: batcher._queues == {})

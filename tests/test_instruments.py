@@ -43,7 +43,7 @@ class Counter:
         return [2 * number for number in numbers]
 
     async def doubled(self, number: int) -> int:
-        return await self.double(number)  # type: ignore[no-any-return]
+        return await self.double(number)
 
     def __call__(self) -> str:
         return "hello"

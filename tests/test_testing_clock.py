@@ -147,7 +147,7 @@ def test_a_batch_waits_for_the_clock(clock: VirtualClock) -> None:
 
         @app.get("/")
         async def get(self) -> int:
-            return await self.together(1)  # type: ignore[no-any-return]
+            return await self.together(1)
 
     with TestClient(bind(Batches)) as client, ThreadPoolExecutor() as pool:
         answer = pool.submit(client.get, "/")

@@ -146,7 +146,7 @@ class Link:
 
 def chain(length: int) -> Any:
     """Return a chain of deployments: the first gets the HTTP request, each calls the next."""
-    node = serve.deployment(Last).bind()
+    node: serve.Application = serve.deployment(Last).bind()
     for number in range(length - 1):
         node = serve.deployment(name=f"Link{number}")(Link).bind(node)
     return node

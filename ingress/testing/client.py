@@ -98,7 +98,8 @@ class TestClient(testclient.TestClient):
                 "there is a handle while the application runs; use "
                 "`with TestClient(app) as client:`"
             )
-        return self.portal.call(type(application)._host.start, application)
+        name: str = self.portal.call(type(application)._host.start, application)
+        return name
 
     def _stop_applications(self) -> None:
         for application in self._applications:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from numbers import Integral, Real
 from types import FunctionType
-from typing import Any, Never, overload
+from typing import TYPE_CHECKING, Any, Never, overload
 
 from ingress._unsupported import refuse
 from ingress.app.batching.batch_item import Item
@@ -33,6 +33,16 @@ from ingress.core.calls.tracing import TRACING, current_span
 from ingress.core.execution import execution
 from ingress.core.execution.execution import Kind
 from ingress.telemetry.logs import logger
+
+if TYPE_CHECKING:
+    from ingress.app.batching.batched import (
+        BatchDecorator,
+        Batched,
+        BatchedStream,
+        Parts,
+        R,
+        Results,
+    )
 
 RECEIVERS = ("self", "cls")
 
@@ -55,6 +65,14 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 @overload
+def batch(_func: Callable[..., Parts[R]], /) -> BatchedStream[..., R]: ...
+
+
+@overload
+def batch(_func: Callable[..., Results[R]], /) -> Batched[..., R]: ...
+
+
+@overload
 def batch(_func: Callable[..., object], /) -> Any: ...
 
 
@@ -70,7 +88,7 @@ def batch(
     per_item_errors: bool = False,
     per_model: bool = False,
     target_latency_ms: float | None = None,
-) -> Callable[[Callable[..., object]], Any]: ...
+) -> BatchDecorator: ...
 
 
 def batch(

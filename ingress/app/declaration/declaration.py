@@ -18,16 +18,22 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, ClassVar, NoReturn, Protocol, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, Unpack, overload
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypeVar
 
 from ingress._unsupported import absent_member
 from ingress.config import DeploymentConfig, DeploymentOptions
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.loops import asyncio_loop
 from ingress.core.execution.lanes import check_lanes
+
+T = TypeVar("T", default=Any)
+F = TypeVar("F", bound=Callable[..., object])
+# The class or function of a deployment. By default `Any`, so that a bare name means any of them.
+T_co = TypeVar("T_co", covariant=True, default=Any)
 
 
 class ApplicationHost(Protocol):
@@ -49,21 +55,21 @@ class ApplicationHost(Protocol):
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
-class Deployment:
+class Deployment(Generic[T_co]):
     """A class or function with deployment options; `.bind(...)` makes an `Application` of it."""
 
     name: str
     func_or_class: type | FunctionType
     config: DeploymentConfig
 
-    def options(self, **options: Unpack[DeploymentOptions]) -> Deployment:
+    def options(self, **options: Unpack[DeploymentOptions]) -> Deployment[T_co]:
         """Return the same deployment with these options changed."""
         name = options.pop("name", self.name)
         config = DeploymentConfig(**self.config.updated(options))
         kept = self.config.origins_without(options)
         return Deployment(_valid_name(name), self.func_or_class, config.with_origins(kept))
 
-    def bind(self, *args: Any, **kwargs: Any) -> Application:
+    def bind(self, *args: Any, **kwargs: Any) -> Application[T_co]:
         """Return the application whose replicas are made with these constructor arguments.
 
         Raises `TypeError` if the constructor does not take the arguments, `ValueError` if there are
@@ -103,12 +109,12 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
-class Application:
+class Application(Generic[T_co]):
     """A deployment and its constructor arguments; an ASGI app, and the argument of `serve.run`."""
 
     _host: ClassVar[ApplicationHost]
 
-    deployment: Deployment
+    deployment: Deployment[T_co]
     init_args: tuple[object, ...]
     init_kwargs: dict[str, object]
     # The host's data on this application; here, because the host reads it at every request.
@@ -162,17 +168,40 @@ class Application:
         return f"Application({_call(self.deployment, self.init_args, self.init_kwargs)})"
 
 
+class Declare(Protocol):
+    """The result of `deployment(...)` with options: the decorator."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # a class is a callable too
+        self, func_or_class: type[T], /
+    ) -> Deployment[T]: ...
+    @overload
+    def __call__(self, func_or_class: F, /) -> Deployment[F]: ...
+
+
+if TYPE_CHECKING:
+    from abc import ABCMeta
+
+    class DeploymentClass(Deployment[T_co], ABCMeta):  # type: ignore[misc]  # two layouts
+        """The metaclass that `ingress.mypy` gives to decorated classes; none at run time.
+
+        To mypy, a decorated class is a class and not the decorator's result (python/mypy#3135).
+        """
+
+
 @overload
-def deployment(func_or_class: Callable[..., object], /) -> Deployment: ...
+def deployment(  # type: ignore[overload-overlap]  # a class is a callable too
+    func_or_class: type[T], /
+) -> Deployment[T]: ...
 @overload
-def deployment(
-    name: str = "", /, **options: Unpack[DeploymentOptions]
-) -> Callable[[Callable[..., object]], Deployment]: ...
+def deployment(func_or_class: F, /) -> Deployment[F]: ...
+@overload
+def deployment(name: str = "", /, **options: Unpack[DeploymentOptions]) -> Declare: ...
 def deployment(
     func_or_class: Callable[..., object] | str | None = None,
     /,
     **options: Unpack[DeploymentOptions],
-) -> Deployment | Callable[[Callable[..., object]], Deployment]:
+) -> Any:
     """Declare a class or a function as a deployment, bare or with options.
 
     The default of `name` is the name of the class or function. A string in the place of the class
