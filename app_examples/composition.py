@@ -59,7 +59,8 @@ class TextService:
 
     @api.get("/tokens")
     async def tokens(self, text: str) -> list[str]:
-        return await self.tokenizer.remote(text)
+        tokens: list[str] = await self.tokenizer.remote(text)
+        return tokens
 
     @api.get("/analyse")
     async def analyse(self, text: str) -> dict[str, int | str]:

@@ -45,7 +45,8 @@ class Gateway:
 
     @api.get("/primes")
     async def count(self, below: int) -> int:
-        return await self.primes.count.remote(below)
+        number: int = await self.primes.count.remote(below)
+        return number
 
     @api.get("/crash", response_class=PlainTextResponse)
     async def crash(self) -> str:

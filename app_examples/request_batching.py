@@ -17,7 +17,7 @@ class Model:
     @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.1)
     async def __call__(self, multiple_samples: list[int]) -> list[int]:
         # Use numpy's vectorized computation to efficiently process a batch.
-        return np.array(multiple_samples) * 2
+        return list(np.array(multiple_samples) * 2)
 
 
 app = Model.bind()

@@ -42,9 +42,8 @@ class SlowServer(ThreadingHTTPServer):
 
 
 class SlowHandler(BaseHTTPRequestHandler):
-    server: SlowServer
-
     def do_GET(self) -> None:
+        assert isinstance(self.server, SlowServer)
         self.server.wait()
         body = b"slow"
         self.send_response(200)

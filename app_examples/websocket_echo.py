@@ -24,7 +24,7 @@ class Echo:
         return "connect a WebSocket to /echo"
 
     @api.websocket("/echo")
-    async def echo(self, websocket: WebSocket):
+    async def echo(self, websocket: WebSocket) -> None:
         await websocket.accept()
         number = 0
         try:

@@ -110,7 +110,7 @@ def test_each_document_is_run_by_a_test() -> None:
     for test in RULES:
         assert "rules" in (ROOT / "tests" / test).read_text()
     languages = {language for path in DOCUMENTS for language, _ in blocks(path)}
-    assert languages == {"console", "python", "text", "yaml"}
+    assert languages == {"console", "python", "text", "toml", "yaml"}
 
 
 @pytest.mark.filterwarnings("default")
