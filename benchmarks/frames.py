@@ -176,8 +176,8 @@ async def _count_here(name: str) -> tuple[dict[str, float], list[tuple[str, str,
     threading.setprofile(PROFILE.enter)
     sys.setprofile(PROFILE.enter)
     async with AsyncExitStack() as stack:
-        isolation = "process" if name in ("in a process", "in the child") else "thread"
-        application: Any = Endpoints.options(isolation=isolation).bind(Leaf.bind())  # type: ignore[attr-defined]
+        isolation: Any = "process" if name in ("in a process", "in the child") else "thread"
+        application: Any = Endpoints.options(isolation=isolation).bind(Leaf.bind())
         await stack.enter_async_context(started(application))
         config = Config(application, http="httptools", lifespan="off", access_log=False)
         config.load()

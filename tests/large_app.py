@@ -101,5 +101,5 @@ class Reader:
         stream.cancel()
 
 
-large = Large.bind()  # type: ignore[attr-defined]
-api = Reader.bind(large)  # type: ignore[attr-defined]
+large = Large.bind()
+api = Reader.bind(large)

@@ -102,8 +102,8 @@ class Api:
         return StreamingResponse(parts())
 
 
-api = Api.bind()  # type: ignore[attr-defined]
-killed = Api.options(num_replicas=6).bind()  # type: ignore[attr-defined]
+api = Api.bind()
+killed = Api.options(num_replicas=6).bind()
 
 
 @serve.deployment(
@@ -211,10 +211,8 @@ class Model:
         return model
 
 
-model = Model.bind(3)  # type: ignore[attr-defined]
-narrow = Model.options(  # type: ignore[attr-defined]
-    max_ongoing_requests=1, graceful_shutdown_timeout_s=0
-).bind()
+model = Model.bind(3)
+narrow = Model.options(max_ongoing_requests=1, graceful_shutdown_timeout_s=0).bind()
 
 
 @serve.deployment(isolation="process")
@@ -258,7 +256,7 @@ class Ranked:
         return *self.given, serve.get_replica_context().rank.rank
 
 
-ranked = Ranked.bind()  # type: ignore[attr-defined]
+ranked = Ranked.bind()
 
 
 @serve.deployment(isolation="process")
@@ -314,19 +312,19 @@ class FailsLater:
 
 
 def fails_later(folder: str) -> Any:
-    return FailsLater.bind(folder)  # type: ignore[attr-defined]
+    return FailsLater.bind(folder)
 
 
-spinning = Spinning.bind()  # type: ignore[attr-defined]
-short_lived = ShortLived.bind()  # type: ignore[attr-defined]
+spinning = Spinning.bind()
+short_lived = ShortLived.bind()
 
 
 def half(path: str) -> Any:
-    return Half.bind(path)  # type: ignore[attr-defined]
+    return Half.bind(path)
 
 
 def broken(how: str) -> Any:
-    return Broken.bind(how)  # type: ignore[attr-defined]
+    return Broken.bind(how)
 
 
 @serve.deployment(isolation="process")
@@ -407,8 +405,8 @@ class Ring:
         return [await other.batched.remote(each - 1) for each in times]
 
 
-ring = Ring.options(name="First").bind("Second")  # type: ignore[attr-defined]
-other_ring = Ring.options(name="Second").bind("First")  # type: ignore[attr-defined]
+ring = Ring.options(name="First").bind("Second")
+other_ring = Ring.options(name="Second").bind("First")
 
 
 @serve.deployment
@@ -417,10 +415,10 @@ class Rings:
         self.rings = rings
 
 
-rings = Rings.bind(ring, other_ring)  # type: ignore[attr-defined]
+rings = Rings.bind(ring, other_ring)
 
 
-caller = Caller.bind(model)  # type: ignore[attr-defined]
+caller = Caller.bind(model)
 
 
 @serve.deployment(isolation="process", num_replicas=3)
@@ -439,4 +437,4 @@ class ArrayCaller:
         return found
 
 
-array_caller = ArrayCaller.bind(Arrays.bind())  # type: ignore[attr-defined]
+array_caller = ArrayCaller.bind(Arrays.bind())

@@ -311,7 +311,7 @@ class Web(Methods):
         return os.getpid()
 
 
-web = Web.bind()  # type: ignore[attr-defined]
+web = Web.bind()
 
 
 @serve.deployment(isolation="process")
@@ -340,5 +340,5 @@ class Targets:
 
 def named(names: list[str]) -> Any:
     """Return an application with a `Target` for each name."""
-    targets = [Target.options(name=each).bind() for each in names]  # type: ignore[attr-defined]
-    return Targets.bind(*targets)  # type: ignore[attr-defined]
+    targets = [Target.options(name=each).bind() for each in names]
+    return Targets.bind(*targets)

@@ -403,7 +403,7 @@ async def test_a_missing_argument_is_the_callers_own_error() -> None:
     async def f(xs: list[int], ys: list[int]) -> list[int]:
         return xs
 
-    good, *bad = await started(f(1, 2), f(1), f(1, 2, 3), f(1, y=2))
+    good, *bad = await started(f(1, 2), f(1), f(1, 2, 3), f(1, y=2))  # type: ignore[call-arg]
     for task, text in zip(bad, ["missing .* argument: 'ys'", "too many", "'ys'"], strict=True):
         with pytest.raises(TypeError, match=text):
             await task

@@ -234,7 +234,7 @@ CASES: list[tuple[int, Mistake, Any, list[str]]] = [
         for p in ("api", "/api/", "/{x}")
     ),
     (19, two_with_one_prefix, RayServeException, ["one", "/same"]),
-    (20, lambda: serve.deployment(function).bind(1), ValueError, ["function deployments"]),
+    (20, lambda: serve.deployment(function).bind(1), ValueError, ["function deployments"]),  # type: ignore[call-arg]
     (21, lambda: deploy().bind(1, 2, 3), TypeError, ["size"]),
     (22, lambda: run(deploy(user_config={}).bind()), ValueError, ["Model", "reconfigure"]),
     (23, lambda: deploy(user_config={"a": [object()]}), ValueError, ["a"]),

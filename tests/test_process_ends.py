@@ -130,7 +130,7 @@ def test_nothing_is_left_of_large_messages_when_the_child_is_killed() -> None:
 
 @pytest.mark.thorough
 def test_options_of_a_child_change_while_it_runs() -> None:
-    target = process_app.Model.options(max_ongoing_requests=2).bind()  # type: ignore[attr-defined]
+    target = process_app.Model.options(max_ongoing_requests=2).bind()
     handle = serve.run(target, route_prefix=None)
     before = pids("Model")
 
@@ -415,4 +415,4 @@ def test_a_class_that_no_module_has_is_refused_without_cloudpickle(
         async def __call__(self) -> None: ...
 
     with pytest.raises(RuntimeError, match=r"no module has .*Local, so a child process cannot"):
-        serve.run(Local.bind(), name="local", route_prefix=None)  # type: ignore[attr-defined]
+        serve.run(Local.bind(), name="local", route_prefix=None)

@@ -22,8 +22,8 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def model(num_replicas: int = 1, **actor: Any) -> Any:
-    options = {"num_replicas": num_replicas, "ray_actor_options": actor}
-    return Model.options(max_constructor_retry_count=1, **options).bind()  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"num_replicas": num_replicas, "ray_actor_options": actor}
+    return Model.options(max_constructor_retry_count=1, **options).bind()
 
 
 def variables(handle: Any, name: str, replicas: int) -> list[str]:

@@ -38,7 +38,7 @@ def parent(pid: int) -> int:
 
 
 def model(**actor: Any) -> Any:
-    return Model.options(num_replicas=2, ray_actor_options=actor).bind(3)  # type: ignore[attr-defined]
+    return Model.options(num_replicas=2, ray_actor_options=actor).bind(3)
 
 
 def test_children_are_forked_from_one_process_also_the_replacement_of_a_killed_one(
@@ -80,7 +80,7 @@ def test_a_program_that_user_code_starts_does_not_get_the_connection_to_the_serv
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INGRESS_START_METHOD", method)
-    handle = serve.run(Model.bind(), route_prefix=None)  # type: ignore[attr-defined]
+    handle = serve.run(Model.bind(), route_prefix=None)
 
     handle.program.remote(str(tmp_path / "found")).result()
 

@@ -30,7 +30,7 @@ def _forked() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def target() -> DeploymentHandle:
-    bound = attacks.Target.bind()  # type: ignore[attr-defined]
+    bound = attacks.Target.bind()
     return serve.run(bound, name="target", route_prefix=None)
 
 
@@ -169,8 +169,8 @@ def test_a_value_whose_pickling_exits_fails_its_call_only(
 
 @pytest.fixture(scope="module")
 def caller() -> DeploymentHandle:
-    thread = attacks.Target.options(isolation="thread").bind()  # type: ignore[attr-defined]
-    bound = attacks.Caller.bind(thread)  # type: ignore[attr-defined]
+    thread = attacks.Target.options(isolation="thread").bind()
+    bound = attacks.Caller.bind(thread)
     return serve.run(bound, name="caller", route_prefix=None)
 
 

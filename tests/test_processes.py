@@ -117,7 +117,7 @@ def test_a_call_with_one_answer_has_no_task_in_the_process_of_the_server(
 
 
 def test_calls_that_cannot_be_sent_fail_one_after_the_other(caller: DeploymentHandle) -> None:
-    handle = serve.run(process_app.narrow, name="narrow", route_prefix=None)
+    handle: DeploymentHandle = serve.run(process_app.narrow, name="narrow", route_prefix=None)
     first = handle.wait.remote()
     wait_until(lambda: first._call.began_at > 0)
     # More than Python allows calls within calls: the end of one frees the slot of the next.

@@ -550,7 +550,7 @@ def test_a_call_begins_once_although_its_process_goes_on_while_it_is_handed_over
     monkeypatch.setenv("INGRESS_START_METHOD", "forkserver")  # its replacements start at once
     monkeypatch.setenv(WEDGED_AFTER_S, "60")
     delays = [0.0, 0.002, 0.005, 0.009, 0.011, 0.02]  # around the time until it counts
-    target = process_stuck_app.Holding.options(num_replicas=len(delays) + 1)  # type: ignore[attr-defined]
+    target = process_stuck_app.Holding.options(num_replicas=len(delays) + 1)
     handle = serve.run(bind(target, tmp_path), route_prefix=None)
     router = local_engine().routers[DeploymentID("Holding", "default")]
     moved = 0

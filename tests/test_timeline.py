@@ -326,7 +326,7 @@ def test_http_and_websockets_have_the_names_of_their_routes(record: Record) -> N
             await websocket.send_text(await websocket.receive_text())
 
     recorder = record()
-    with TestClient(Rooms.bind()) as client:  # type: ignore[attr-defined]
+    with TestClient(Rooms.bind()) as client:
         assert client.get("/rooms/7").json() == 7
         assert client.get("/nope").status_code == 404
         with client.websocket_connect("/rooms/7/ws") as socket:

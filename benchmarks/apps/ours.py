@@ -141,7 +141,8 @@ class Link:
         self.following = following
 
     async def __call__(self, request: Request | None = None) -> str:
-        return await self.following.remote()
+        answer: str = await self.following.remote()
+        return answer
 
 
 def chain(length: int) -> Any:

@@ -516,7 +516,7 @@ def test_an_application_that_is_deleted_is_gone_for_those_who_have_its_handle(it
 
     assert "brief" not in serve.status().applications
     with pytest.raises(DeploymentUnavailableError, match="is not deployed"):
-        handle.remote().result()
+        handle.remote().result()  # type: ignore[call-arg]
     with pytest.raises(RayServeException, match="Application 'brief' does not exist"):
         serve.get_app_handle("brief")
     with pytest.raises(KeyError, match="plain_http"):

@@ -137,7 +137,7 @@ class Batches:
 
     async def missing(self) -> Any:
         try:
-            await self.named(1)
+            await self.named(1)  # type: ignore[call-arg]
         except TypeError as error:
             return "missing a required argument" in str(error)
 

@@ -98,9 +98,8 @@ def a_deployment_is_not_called(it: Client) -> Any:
 def a_function_takes_no_constructor_arguments(it: Client) -> Any:
     def function() -> None: ...
 
-    return refused(
-        lambda: serve.deployment(function).bind(1), "init_args not supported for function"
-    )
+    declared: Any = serve.deployment(function)
+    return refused(lambda: declared.bind(1), "init_args not supported for function")
 
 
 @scenario(DEPLOYMENT)
