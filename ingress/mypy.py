@@ -7,6 +7,7 @@ adds the types that annotations cannot express:
     class decorator   `@deployment`                  the decorated class the attributes of a
                                                      `Deployment`: mypy ignores the result of a
                                                      class decorator (python/mypy#3135)
+    base class        a decorated class              an error, as at run time
     method signature  `Deployment.bind`              the parameters of the constructor; an
                                                      application may stand for a handle
     attribute         `Deployment.num_replicas`      the type of the option
@@ -80,8 +81,12 @@ GENERATORS = (
 class IngressPlugin(Plugin):
     """The hooks, by the full name of what they are for."""
 
-    def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
+    # Not `get_class_decorator_hook_2`, which mypy calls after it has looked at subclasses.
+    def get_class_decorator_hook(self, fullname: str) -> Callable[[ClassDefContext], None] | None:
         return _declare if fullname == f"{DECLARATION}.deployment" else None
+
+    def get_base_class_hook(self, fullname: str) -> Callable[[ClassDefContext], None] | None:
+        return _refuse_subclass if self._is_decorated(fullname) else None
 
     def get_method_signature_hook(
         self, fullname: str
@@ -90,8 +95,9 @@ class IngressPlugin(Plugin):
             return partial(_remote, streams=False)
         if fullname == f"{STREAMING_HANDLE}.remote":
             return partial(_remote, streams=True)
-        # `Web.bind` of a class has the name of that class.
-        return _bind if fullname.endswith(".bind") else None
+        owner, _, name = fullname.rpartition(".")
+        is_bind = name == "bind" and (owner == DEPLOYMENT or self._is_decorated(owner))
+        return _bind if is_bind else None
 
     def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
         if fullname in (f"{HANDLE}.options", f"{STREAMING_HANDLE}.options"):
@@ -107,13 +113,23 @@ class IngressPlugin(Plugin):
             return partial(_method, name=name)
         return partial(_option, name=name) if owner == DEPLOYMENT else None
 
+    def _is_decorated(self, fullname: str) -> bool:
+        """Return whether that is a class under `@deployment`.
+
+        A hook for any other class would take the place of the hooks of other plugins.
+        """
+        found = self.lookup_fully_qualified(fullname)
+        info = None if found is None else found.node
+        metaclass = info.metaclass_type if isinstance(info, TypeInfo) else None
+        return metaclass is not None and metaclass.type.has_base(DEPLOYMENT)
+
 
 def plugin(version: str) -> type[Plugin]:
     """Return the plugin class. mypy calls this function."""
     return IngressPlugin
 
 
-def _declare(ctx: ClassDefContext) -> bool:
+def _declare(ctx: ClassDefContext) -> None:
     """Make `Deployment` the metaclass of the class, so that its class object has the attributes."""
     info = ctx.cls.info
     anything = AnyType(TypeOfAny.from_omitted_generics)
@@ -121,7 +137,10 @@ def _declare(ctx: ClassDefContext) -> bool:
     metaclass = ctx.api.named_type_or_none(f"{DECLARATION}.DeploymentClass", [itself])
     if metaclass is not None:
         info.declared_metaclass = info.metaclass_type = metaclass
-    return True
+
+
+def _refuse_subclass(ctx: ClassDefContext) -> None:
+    ctx.api.fail("The base class is a deployment; decorate a subclass of the class", ctx.reason)
 
 
 def _bind(ctx: MethodSigContext) -> FunctionLike:

@@ -180,6 +180,10 @@ double.bind(1)  # Too many arguments for "bind" of "Deployment"
 serve.run(Web)  # ...type "type[Web]"; expected "Application[Never]"
 
 
+class Other(Web):  # The base class is a deployment; decorate a subclass of the class
+    pass
+
+
 def declared(deployment: serve.Deployment) -> None: ...
 
 
@@ -195,12 +199,16 @@ def test() -> None:
         def ping(self) -> int:
             return 1
 
+    class Under(Local):  # The base class is a deployment; decorate a subclass of the class
+        pass
+
     reveal_type(serve.run(Local.bind(3)).ping.remote().result())  # int
     Local.bind()  # Missing positional argument "size" in call to "bind" of "Local"
 """
 
 CALLED = """
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import ingress as serve
 from shop import Box, Loud, Names
@@ -217,6 +225,8 @@ async def calls(
     box: serve.DeploymentHandle[Box[bytes]],
     shouting: serve.DeploymentHandle[Shouting],
     bare: serve.DeploymentHandle,
+    function: serve.DeploymentHandle[Callable[[int], bytes]],
+    optional: serve.DeploymentHandle[Loud] | None,
     method: str,
     stream: bool,
 ) -> None:
@@ -237,6 +247,8 @@ async def calls(
     reveal_type(await box.get.remote())  # bytes
     reveal_type(await shouting.shout.remote("a"))  # str
     reveal_type(await bare.anything.remote("a"))  # Any
+    reveal_type(await function.remote(1))  # bytes
+    reveal_type(await (optional or loud).shout.remote("a"))  # str
     reveal_type(loud.app_name)  # str
 
     loud.shout.remote(1)  # ...type "int"; expected "str | DeploymentResponse[str]"
