@@ -17,7 +17,7 @@ from ingress.app.declaration.declaration import Application, Deployment, deploym
 
 
 class Model:
-    def __init__(self, path: str, scale: float = 1.0, *, device: object) -> None:
+    def __init__(self, path: str, scale: float = 1.0, *, device: str) -> None:
         self.path = path
 
 
@@ -160,7 +160,7 @@ def test_a_function_takes_no_constructor_arguments() -> None:
 
 def test_the_reprs_say_what_was_written() -> None:
     declared = deployment(num_replicas=2)(Model)
-    application = declared.bind("p" * 99, device=echo.bind())
+    application = declared.bind("p" * 99, device=echo.bind())  # type: ignore[arg-type]
 
     assert repr(declared) == "Deployment(name='Model', num_replicas=2)"
     assert repr(echo.bind()) == "Application(echo.bind())"
