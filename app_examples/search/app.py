@@ -61,7 +61,7 @@ class Embedder:
 class Search:
     """Keeps titles and vectors in memory, so there is one replica."""
 
-    async def __init__(self, embedder: serve.DeploymentHandle) -> None:
+    async def __init__(self, embedder: serve.DeploymentHandle) -> None:  # type: ignore[misc]
         self.embed = embedder.embed
         self.titles: list[str] = []
         self.vectors: Vector = np.empty((0, 16))
