@@ -111,6 +111,15 @@ def test_nothing_of_ray_serve_is_absent_without_a_word() -> None:
     assert list(undecided(audit(RESULTS.api))) == []
 
 
+def test_a_function_that_is_the_same_names_the_parameters_that_it_refuses() -> None:
+    judged = {each["name"]: each for each in audit(RESULTS.api)}
+    absent = {name for name in judged if "absent" in judged[name] and name.startswith("serve.run(")}
+
+    assert absent
+    refused = judged["serve.run"]["because"].partition("refuses ")[2]
+    assert {f"serve.run({each.strip('`')})" for each in refused.split(", ")} == absent
+
+
 def test_the_program_prints_every_name_with_its_parameters_and_every_option(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
     python -m tests.engines.audit               print all of them, from what was recorded
     python -m tests.engines.audit --installed   the same, of the Ray Serve that is installed
 
-    same         it is there and does the same; `because` says what there is more
+    same         it is there and does the same; `because` says what it takes besides or refuses
     on purpose   it is not there, or has no effect, and need not be
     missing      it has no counterpart, or none in one process
 
@@ -20,7 +20,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -238,7 +238,15 @@ def _judged_name(name: str, known: set[str]) -> dict[str, str]:
     }
     if name == "deployment":
         names |= {*DeploymentConfig.model_fields, "max_concurrent_queries"}
-    return _wider(each for each in names if f"serve.{name}({each})" not in known)
+    own = [each for each in names if f"serve.{name}({each})" not in known]
+    return _wider(own, _refused(f"serve.{name}", known))
+
+
+def _refused(function: str, known: set[str]) -> list[str]:
+    """Return the parameters of a function of Ray Serve that this version's does not take."""
+    given = (each for each in known if each.startswith(f"{function}("))
+    names = (each.removeprefix(f"{function}(").removesuffix(")") for each in given)
+    return [each for each in names if "absent" in _judged_parameter(function, each)]
 
 
 def _judged_parameter(function: str, name: str) -> dict[str, str]:
@@ -273,7 +281,7 @@ def _judged_option(name: str) -> dict[str, str]:
 
 def _judged_class(module: str, cls: str, known: set[str]) -> dict[str, str]:
     if (ours := _ours(module, cls)) is not None:
-        return _wider(each for each in _members(ours) if f"{module}.{cls}.{each}" not in known)
+        return _wider([each for each in _members(ours) if f"{module}.{cls}.{each}" not in known])
     return _absent(MEMBERS.get(module, {}).get(cls, ""))
 
 
@@ -301,9 +309,14 @@ def _all_members(cls: type) -> set[str]:
     return _members(cls)
 
 
-def _wider(own: Iterable[str]) -> dict[str, str]:
-    names = ", ".join(f"`{name}`" for name in sorted(own))
-    return {"verdict": "same", "because": f"and also {names}"} if names else {"verdict": "same"}
+def _wider(own: list[str], refused: list[str] | tuple[()] = ()) -> dict[str, str]:
+    """Return that a name is there, with what it takes besides, and what it refuses."""
+    parts = [
+        f"{words} {', '.join(f'`{name}`' for name in sorted(names))}"
+        for words, names in (("and also", own), ("refuses", refused))
+        if names
+    ]
+    return {"verdict": "same", **({"because": "; ".join(parts)} if parts else {})}
 
 
 def _absent(because: str) -> dict[str, str]:

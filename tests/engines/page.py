@@ -34,7 +34,8 @@ API_HEAD = """\
 
 Every public name of `ray.serve` {ray} with its parameters, every deployment option, and every
 parameter and attribute that is not the same; `python -m tests.engines.audit` prints all of them.
-{counts} Using what is absent says what the last column says.
+{counts} Using what is absent says what the last column says. A function that
+is "same" may still refuse some of Ray's parameters; each of them has a row of its own.
 """
 
 
@@ -113,7 +114,7 @@ def _api(results: Results) -> str:
     same = ", ".join(f"`{each['name']}`" for each in others if each not in rest)
     lines = [
         API_HEAD.format(ray=results.ray, counts=f"Of {len(judged)}: {counts}"),
-        "| name | | what to do, or what there is more |\n|---|---|---|",
+        "| name | | what to do, what there is more, or is refused |\n|---|---|---|",
         *map(_line, names),
         "",
         "| deployment option | in Ray by default | here | | why |\n|---|---|---|---|---|",
