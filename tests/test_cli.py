@@ -13,7 +13,15 @@ import yaml
 
 import ingress as serve
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, USER_CODE_IN_SEPARATE_THREAD
-from tests.servers import environment, get, ingress_run, invoke, run_ingress, write_module
+from tests.servers import (
+    environment,
+    get,
+    ingress_run,
+    invoke,
+    run_ingress,
+    wait_until,
+    write_module,
+)
 
 APP = """
 from fastapi import FastAPI, WebSocket
@@ -294,3 +302,20 @@ def test_openapi_of_a_plain_deployment_is_one_line(folder: Path) -> None:
 def test_openapi_to_a_folder_that_is_not_there_is_one_line(folder: Path) -> None:
     result = invoke(folder, "openapi", "app:hello", "-o", "no/such/folder/schema.json")
     assert told(result).startswith("Error: ")
+
+
+def test_run_shows_a_deprecated_option_once_with_its_line(tmp_path: Path) -> None:
+    source = """
+import ingress as serve
+
+@serve.deployment(max_concurrent_queries=8)
+def old():
+    return "ok"
+
+app = old.bind()
+"""
+    write_module(tmp_path, "older", source)
+    with ingress_run(tmp_path, "older:app") as server:
+        wait_until(lambda: "is ready at" in server.output)
+
+    assert server.output.count("older.py:4: DeprecationWarning: max_concurrent_queries is") == 1

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging.config
+import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -258,6 +260,8 @@ def trace(
 
 def main() -> None:
     """Run the command line: the console script `ingress`, or `python -m ingress`."""
+    if not sys.warnoptions:  # Python shows a DeprecationWarning of `__main__` only
+        warnings.filterwarnings("default", "max_concurrent_queries is", DeprecationWarning)
     app(prog_name="ingress")  # completion and help are those of the script
 
 
