@@ -1,0 +1,12 @@
+"""`ingress migrate`: code for Ray Serve, rewritten for ingress.
+
+    files       the files of the arguments; reading and writing them
+    rewriting   one file: its imports and dotted names, and what is left to do by hand
+    imports     the statement in the place of one `from ... import`
+    bindings    the names of a file that mean Ray, by scope
+    keywords    the options of a call that have no effect here
+    names       the counterparts of Ray Serve's names
+    advice      the sentences for names without a counterpart
+
+Only the command line imports it. The files are parsed, never imported.
+"""

@@ -1,0 +1,95 @@
+"""The sentences of `ingress migrate` for names and options without a counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_BESIDE = "Ray works beside ingress where it is installed; keep the import, or move this code"
+_ENVIRONMENT = "install it in the environment of the server; there is one environment"
+
+FUNCTION = (
+    'write a deployment with isolation="process" and call its handle, or use '
+    "concurrent.futures.ProcessPoolExecutor; asyncio.to_thread if it waits"
+)
+ACTOR = (
+    "write a deployment, bind it into its callers, and call its handle; max_ongoing_requests=1 "
+    "for one call at a time"
+)
+
+CORE: Mapping[str, str] = {
+    "remote": FUNCTION,
+    "get": "of a handle's response: await response, or response.result() in a thread",
+    "put": "pass the object itself to the handle",
+    "wait": "of handles' responses: asyncio.wait([asyncio.ensure_future(each) for each in ...])",
+    "cancel": "of a handle's response: response.cancel()",
+    "kill": "a deployment ends with its application: serve.delete(name)",
+    "get_actor": "serve.get_deployment_handle(deployment_name, app_name)",
+    "method": "the options of one method are those of @serve.method",
+    "init": "remove it: serve.run starts everything in this process",
+    "shutdown": "serve.shutdown() ends what serve.run started; remove it",
+    "is_initialized": "remove it: there is no cluster to connect to",
+    "get_gpu_ids": 'isolation="process" with num_gpus sets CUDA_VISIBLE_DEVICES of each replica',
+    "get_runtime_context": "serve.get_replica_context() has the names of replica and deployment",
+    "ObjectRef": "a handle's response is a serve.DeploymentResponse",
+    "ObjectRefGenerator": "a handle's stream is a serve.DeploymentResponseGenerator",
+    "exceptions": (
+        "a handle raises the exception of user code itself, result(timeout_s=...) TimeoutError; "
+        "ingress.exceptions has the others"
+    ),
+    "util.metrics": "ingress.metrics has Counter, Gauge and Histogram",
+    "util.ActorPool": "a deployment with num_replicas, whose handle chooses the replica",
+    "util.queue": "asyncio.Queue or queue.Queue, in an attribute of one replica",
+    "util": f"there is no counterpart. {_BESIDE}",
+    "data": f"ingress only serves. {_BESIDE}",
+    "train": f"ingress only serves. {_BESIDE}",
+    "tune": f"ingress only serves. {_BESIDE}",
+    "rllib": f"ingress only serves. {_BESIDE}",
+    "air": f"ingress only serves. {_BESIDE}",
+}
+OTHERS = f"there is no counterpart. {_BESIDE}"
+
+MODULE = "remove the use of the module `ray`; its import stays until then"
+PROBED = "the import is the whole `try`, and no other use of Ray is left: remove the `try`"
+EXPORTED = "`__all__` exports it; remove it there, and the import with it"
+STAR = "name the imports instead of `*`, and run this command again"
+BY_HAND = "write it on a line of its own, and run this command again"
+A_STRING = "write the path of ingress into this text"
+
+OLDER: Mapping[str, str] = {
+    "RayServeHandle": "use DeploymentHandle; its remote() returns a DeploymentResponse",
+    "RayServeSyncHandle": "use DeploymentHandle, and response.result() in a thread",
+    "RayServeDeploymentHandle": "use DeploymentHandle",
+    "DAGDriver": "bind deployments to each other, and give routes with @serve.ingress(FastAPI())",
+    "DAGHandle": "use DeploymentHandle",
+    "InputNode": "bind deployments to each other: Main.bind(Child.bind())",
+    "json_request": "call await request.json(), or declare the body of a FastAPI route",
+    "get_deployment": "serve.get_deployment_handle(deployment_name, app_name)",
+    "list_deployments": "serve.status() lists applications and deployments",
+    "build": "the command `ingress build module:app` writes the file",
+    "_private": "it is Ray's own; use the public names of ingress",
+}
+
+RUNTIME_ENV: Mapping[str, str] = {
+    "pip": _ENVIRONMENT,
+    "uv": _ENVIRONMENT,
+    "conda": _ENVIRONMENT,
+    "container": "run the server itself in the container",
+    "image_uri": "run the server itself in the container",
+    "working_dir": "start the server there, or use ingress run --app-dir",
+    "py_modules": "install the modules, or put them below ingress run --app-dir",
+}
+RENAMED: Mapping[str, str] = {
+    "max_concurrent_queries": "max_ongoing_requests",
+    "target_num_ongoing_requests_per_replica": "target_ongoing_requests",
+}
+NEEDS_A_PROCESS = 'it has an effect with isolation="process" only; add that, or leave it out'
+NO_RESOURCES = "one process has what its machine has; leave it out"
+IN_A_CLUSTERS_FILE = "leave it out, or give it in the cluster's file"
+
+
+def for_core(path: tuple[str, ...]) -> str:
+    """Return the sentence for `ray.<path>`: that of its longest known beginning."""
+    for end in range(len(path), 0, -1):
+        if found := CORE.get(".".join(path[:end])):
+            return found
+    return OTHERS

@@ -1,0 +1,181 @@
+"""The names of a file that mean Ray or ingress, by scope.
+
+A full name is that of Ray, `ray.serve.handle`, also where the file imports `ingress.handle`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+Expression = ast.Name | ast.Attribute
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+@dataclass(eq=False, slots=True)
+class Scope:
+    """The names that a module, class, function or comprehension binds, with full names of Ray's."""
+
+    parent: Scope | None = None
+    is_class: bool = False
+    names: dict[str, str] = field(default_factory=dict)
+    globals: set[str] = field(default_factory=set)
+
+    def bind(self, name: str, full: str = "") -> None:
+        """Note a name; "" is a value of the user. An import of Ray has precedence."""
+        scope = self._home() if name in self.globals else self
+        scope.names[name] = scope.names.get(name) or full
+
+    def find(self, name: str) -> tuple[Scope, str] | None:
+        """Return the scope that binds a name, and its full name; `None` if that is not Ray's."""
+        scope: Scope | None = self._home() if name in self.globals else self
+        while scope is not None:
+            if name in scope.names and (scope is self or not scope.is_class):
+                full = scope.names[name]
+                return (scope, full) if full else None
+            scope = scope.parent
+        return None
+
+    def _home(self) -> Scope:
+        scope = self
+        while scope.parent is not None:
+            scope = scope.parent
+        return scope
+
+
+@dataclass(slots=True)
+class Bindings:
+    """The nodes of a file with their scopes, and the blocks and parents of its statements."""
+
+    text: str
+    tree: ast.Module
+    nodes: list[tuple[ast.AST, Scope]] = field(default_factory=list)
+    blocks: dict[ast.stmt, tuple[ast.AST, list[ast.stmt]]] = field(default_factory=dict)
+    decorated: dict[ast.expr, ast.stmt] = field(default_factory=dict)
+    has_serve: bool = False
+
+    def __post_init__(self) -> None:
+        # Not by recursion: a sum of a thousand strings is a thousand levels deep.
+        module = Scope()
+        waiting: list[tuple[ast.AST, Scope, bool]] = [(self.tree, module, False)]
+        while waiting:
+            node, scope, is_annotation = waiting.pop()
+            self.nodes.append((node, scope))
+            self._bind(node, scope)
+            if isinstance(node, ast.Attribute) and chain(node):
+                continue
+            if is_annotation and isinstance(node, ast.Constant) and isinstance(node.value, str):
+                waiting += [(each, scope, True) for each in self._quoted(node, node.value)]
+            waiting += reversed(list(self._children(node, scope, is_annotation)))
+
+    def _children(
+        self, node: ast.AST, scope: Scope, is_annotation: bool
+    ) -> Iterator[tuple[ast.AST, Scope, bool]]:
+        inner = scope
+        if isinstance(node, _FUNCTIONS | _COMPREHENSIONS | ast.ClassDef):
+            inner = Scope(scope, is_class=isinstance(node, ast.ClassDef))
+        for name, value in ast.iter_fields(node):
+            for each in value if isinstance(value, list) else [value]:
+                if not isinstance(each, ast.AST):
+                    continue
+                if isinstance(each, ast.stmt):
+                    self.blocks[each] = (node, value)
+                place = inner if _is_inside(node, name, each) else scope
+                is_text = name in ("annotation", "returns") or (
+                    is_annotation and not _is_literal(node)
+                )
+                if isinstance(each, ast.arguments):
+                    for argument in _arguments(each):
+                        inner.bind(argument.arg)
+                    place = scope
+                if name == "decorator_list" and isinstance(each, ast.expr):
+                    assert isinstance(node, ast.stmt)
+                    self.decorated[each] = node
+                yield each, place, is_text
+
+    def _bind(self, node: ast.AST, scope: Scope) -> None:
+        match node:
+            case ast.Import():
+                for alias in node.names:
+                    full = _as_rays(alias.name)
+                    self._note(full)
+                    if alias.asname:
+                        scope.bind(alias.asname, full)
+                    else:
+                        scope.bind(
+                            alias.name.partition(".")[0],
+                            _as_rays(alias.name.partition(".")[0]),
+                        )
+            case ast.ImportFrom():
+                full = "" if node.level else _as_rays(node.module or "")
+                for alias in node.names:
+                    name = f"{full}.{alias.name}" if full else ""
+                    self._note(name)
+                    scope.bind(alias.asname or alias.name, name)
+            case ast.Name(id, ast.Store() | ast.Del()):
+                scope.bind(id)
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                scope.bind(name)
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+                scope.bind(name)
+            case ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                scope.bind(name)
+            case ast.Global(names):
+                scope.globals.update(names)
+
+    def _note(self, full: str) -> None:
+        self.has_serve |= full == "ray.serve" or full.startswith("ray.serve.")
+
+    def _quoted(self, node: ast.Constant, value: str) -> list[ast.expr]:
+        """Return the annotation in a plain text of one line, with the places of its parts."""
+        segment = ast.get_source_segment(self.text, node) or ""
+        if segment not in (f'"{value}"', f"'{value}'") or value != value.strip():
+            return []
+        try:
+            parsed = ast.parse(value, mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return []
+        for each in ast.walk(parsed):
+            if isinstance(each, ast.expr | ast.keyword):
+                each.lineno, each.end_lineno = node.lineno, node.lineno
+                each.col_offset += node.col_offset + 1
+                each.end_col_offset = (each.end_col_offset or 0) + node.col_offset + 1
+        return [parsed]
+
+
+def chain(node: ast.AST) -> tuple[ast.Name, list[ast.Attribute]] | None:
+    """Return the name and the attributes of `a.b.c`, from the left; `None` for anything else."""
+    attributes: list[ast.Attribute] = []
+    while isinstance(node, ast.Attribute):
+        attributes.append(node)
+        node = node.value
+    return (node, attributes[::-1]) if isinstance(node, ast.Name) else None
+
+
+def _as_rays(module: str) -> str:
+    """Return the full name of a module of Ray or of ingress, "" for another module."""
+    first, dot, rest = module.partition(".")
+    if first == "ingress":
+        return f"ray.serve{dot}{rest}"
+    return module if first == "ray" else ""
+
+
+def _is_inside(node: ast.AST, name: str, child: ast.AST) -> bool:
+    """Return whether a part of a function, class or comprehension has the scope of its own."""
+    if isinstance(node, _COMPREHENSIONS):
+        return True
+    return name in ("body", "type_params")
+
+
+def _is_literal(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Subscript):
+        return False
+    found = chain(node.value)
+    return found is not None and (found[1][-1].attr if found[1] else found[0].id) == "Literal"
+
+
+def _arguments(node: ast.arguments) -> list[ast.arg]:
+    found = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+    return found + [each for each in (node.vararg, node.kwarg) if each is not None]

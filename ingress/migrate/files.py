@@ -1,0 +1,74 @@
+"""The files of `ingress migrate`: which they are, how they are read and written."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import tokenize
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text of a file, with its own line ends, and the encoding that it had."""
+
+    path: Path
+    text: str
+    encoding: str
+
+    def write(self, text: str) -> None:
+        """Replace the file in one step; its mode stays. Raises `OSError`."""
+        path = self.path.resolve()
+        number, name = tempfile.mkstemp(prefix=".", suffix=".ingress", dir=path.parent)
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(text.encode(self.encoding))
+            os.chmod(name, path.stat().st_mode & 0o7777)
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+def read(path: Path) -> Source:
+    """Read a file in its encoding. Raises `OSError`, and `SyntaxError` or `ValueError`."""
+    data = path.read_bytes()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    text = data.decode(encoding)
+    if text.encode(encoding) != data:
+        raise ValueError(f"its bytes are not those that {encoding} gives; leave it to an editor")
+    return Source(path, text, encoding)
+
+
+def found(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield each file once: those named, and the Python files of folders, without links."""
+    seen: set[Path] = set()
+    for path in paths:
+        for each in _in_folder(path) if path.is_dir() else [path]:
+            if (real := each.resolve()) not in seen:
+                seen.add(real)
+                yield each
+
+
+def _in_folder(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        here = Path(root)
+        folders[:] = sorted(name for name in folders if not _is_skipped(here / name))
+        for name in sorted(names):
+            path = here / name
+            if name.endswith(".py") and path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _is_skipped(folder: Path) -> bool:
+    """Return whether a folder is hidden, holds installed packages, or is a link."""
+    name = folder.name
+    is_environment = (folder / "pyvenv.cfg").exists()
+    return name.startswith(".") or name in _SKIPPED or is_environment or folder.is_symlink()

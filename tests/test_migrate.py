@@ -1,0 +1,317 @@
+"""`ingress migrate`: code for Ray Serve, rewritten, and what is left to do by hand."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ingress.migrate import names
+from ingress.migrate.rewriting import rewritten
+from tests.servers import ingress_run, invoke, wait_until
+from tests.test_public_paths import PATHS
+
+REWRITTEN = {
+    "serve": ("from ray import serve", "import ingress as serve"),
+    "serve-as": ("from ray import serve as s", "import ingress as s"),
+    "module": ("import ray.serve\nray.serve.run(1)", "import ingress\ningress.run(1)"),
+    "module-as": ("import ray.serve as serve", "import ingress as serve"),
+    "submodule": ("import ray.serve.handle", "import ingress.handle"),
+    "submodule-as": ("import ray.serve.schema as s", "import ingress.schema as s"),
+    "several": ("import os, ray.serve, sys", "import os, ingress, sys"),
+    "name": ("from ray.serve import deployment, run", "from ingress import deployment, run"),
+    "name-as": ("from ray.serve import batch as b", "from ingress import batch as b"),
+    "from-module": (
+        "from ray.serve.handle import DeploymentHandle as D",
+        "from ingress.handle import DeploymentHandle as D",
+    ),
+    "module-of-ray-only": (
+        "from ray.serve.deployment import Deployment",
+        "from ingress import Deployment",
+    ),
+    "parentheses": (
+        "from ray.serve import (  # one\n    batch,  # two\n    run,\n)  # three",
+        "from ingress import (  # one\n    batch,  # two\n    run,\n)  # three",
+    ),
+    "comment-at-serve": (
+        "from ray import (\n    serve,  # to serve\n)  # end",
+        "import ingress as serve  # to serve  # end",
+    ),
+    "continued": ("from ray.serve \\\n    import run", "from ingress \\\n    import run"),
+    "in-a-function": (
+        "def f():\n    from ray import serve\n    return serve",
+        "def f():\n    import ingress as serve\n    return serve",
+    ),
+    "in-a-line": ("if 1: from ray import serve; serve", "if 1: import ingress as serve; serve"),
+    "unused": ("import os\nimport ray\n\nos", "import os\n\nos"),
+    "unused-first": ("import ray\n\nfrom ray import serve", "import ingress as serve"),
+    "unused-alone": ("if 1:\n    import ray as r", "if 1:\n    pass"),
+    "shadowed": (
+        "import ray\ndef f(ray):\n    return ray.get(1)",
+        "def f(ray):\n    return ray.get(1)",
+    ),
+    "dotted": ("import ray\nray.serve.run(1)", "import ingress\ningress.run(1)"),
+    "dotted-as": ("import ray as r\nr.serve.run(1)", "import ingress\ningress.run(1)"),
+    "own-ingress": (
+        "import ray.serve\nfrom ray.serve import ingress\nray.serve.run(ingress)",
+        "import ingress as serve\nfrom ingress import ingress\nserve.run(ingress)",
+    ),
+    "annotation": (
+        "import ray.serve\ndef f(h: 'list[ray.serve.DeploymentHandle]'): ...",
+        "import ingress\ndef f(h: 'list[ingress.DeploymentHandle]'): ...",
+    ),
+    "try": (
+        "try:\n    import ray\n    from ray import serve\nexcept ImportError:\n    serve = None",
+        "try:\n    import ingress as serve\nexcept ImportError:\n    serve = None",
+    ),
+    "text-is-left": ("from ray import serve\n'ray.serve'", "import ingress as serve\n'ray.serve'"),
+    "non-ascii": (
+        "import ray.serve\nx = 'äöü€😀', ray.serve.run, 'é'  # ü",
+        "import ingress\nx = 'äöü€😀', ingress.run, 'é'  # ü",
+    ),
+    "crlf": (
+        "import ray\r\nfrom ray import serve\r\n\r\nray.serve.run(serve)\r\n",
+        "import ingress\r\nimport ingress as serve\r\n\r\ningress.run(serve)\r\n",
+    ),
+}
+
+LEFT = {
+    "get": ("import ray\nray.get(1)", 2, "ray.get", "await response, or response.result()"),
+    "put": ("import ray\nray.put(1)", 2, "ray.put", "pass the object itself"),
+    "wait": ("from ray import wait\nwait([])", 2, "ray.wait", "asyncio.wait"),
+    "init": ("import ray\nray.init()", 2, "ray.init", "remove it"),
+    "shutdown": ("import ray\nray.shutdown()", 2, "ray.shutdown", "serve.shutdown()"),
+    "function": ("import ray\n@ray.remote\ndef f(): ...", 2, "ray.remote", 'isolation="process"'),
+    "actor": ("import ray\n@ray.remote(num_cpus=1)\nclass A: ...", 2, "ray.remote", "deployment"),
+    "reference": ("import ray\nx: ray.ObjectRef", 2, "ray.ObjectRef", "DeploymentResponse"),
+    "data": ("import ray.data", 1, "ray.data", "ingress only serves"),
+    "metrics": ("from ray.util.metrics import Counter", 1, "ray.util.metrics", "ingress.metrics"),
+    "llm": ("from ray.serve import llm", 1, "ray.serve.llm", "calls the model"),
+    "attribute": ("from ray import serve\nserve.llm", 2, "ray.serve.llm", "calls the model"),
+    "older": (
+        "from ray.serve.handle import RayServeHandle",
+        *(1, "RayServeHandle", "use DeploymentHandle"),
+    ),
+    "private": ("from ray.serve._private.x import y", 1, "_private", "Ray's own"),
+    "star": ("from ray.serve import *", 1, "ray.serve.*", "name the imports"),
+    "grpc": ("from ray import serve\nserve.start(grpc_options=1)", 2, "grpc_options", "no gRPC"),
+    "detached": (
+        "from ray import serve\nserve.start(detached=True)",
+        2,
+        "detached",
+        "http_options",
+    ),
+    "http": (
+        "from ray import serve\nserve.start(http_options={'middlewares': []})",
+        *(2, "middlewares", "add the middleware to the FastAPI app"),
+    ),
+    "queries": (
+        "from ray import serve\n@serve.deployment(max_concurrent_queries=1)\ndef f(): ...",
+        *(2, "max_concurrent_queries", "use max_ongoing_requests"),
+    ),
+    "options": (
+        "from ray import serve\nA.options(placement_group_bundles=[])",
+        *(2, "placement_group_bundles", "no placement groups"),
+    ),
+    "pip": (
+        "from ray import serve\nserve.deployment(ray_actor_options={'runtime_env': {'pip': []}})",
+        *(2, "runtime_env['pip']", "environment of the server"),
+    ),
+    "gpus": (
+        "from ray import serve\nserve.deployment(ray_actor_options={'num_gpus': 1})",
+        *(2, "num_gpus", 'isolation="process"'),
+    ),
+    "tried": ("try:\n    import ray\nexcept ImportError:\n    x = 1", 2, "ray", "remove the `try`"),
+    "exported": ("import ray\n__all__ = ['ray']", 2, "ray", "`__all__` exports it"),
+    "bare": ("import ray\nprint(ray)", 2, "ray", "remove the use"),
+    "patched": ("from mock import patch\npatch('ray.serve.run')", 2, "ray.serve.run", "this text"),
+}
+
+
+def written(folder: Path, source: str) -> str:
+    """Return a file after `--write`, which must leave nothing for a second run."""
+    path = folder / "main.py"
+    path.write_bytes(source.encode())
+    first = invoke(folder, "migrate", "main.py", "--write")
+    new = path.read_bytes().decode()
+    second = invoke(folder, "migrate", "main.py", "--write")
+
+    assert path.read_bytes().decode() == new
+    assert "no files changed" in second.output
+    assert second.exit_code == first.exit_code
+    return new
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_an_import_is_rewritten_and_the_rest_stays(tmp_path: Path, case: str) -> None:
+    before, after = REWRITTEN[case]
+
+    assert written(tmp_path, before) == after
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_has_no_counterpart_is_told_by_line_with_what_to_write(
+    tmp_path: Path, case: str
+) -> None:
+    source, line, name, fix = LEFT[case]
+    (tmp_path / "main.py").write_text(source)
+    result = invoke(tmp_path, "migrate", "main.py")
+    told = [each for each in result.output.splitlines() if each.startswith("main.py:")]
+
+    assert result.exit_code == 1
+    assert len(told) == 1
+    assert told[0].startswith(f"main.py:{line}:")
+    assert name in told[0]
+    assert fix in told[0]
+    written(tmp_path, source)
+
+
+def test_names_without_a_counterpart_stay_in_an_import_of_their_own(tmp_path: Path) -> None:
+    source = "from ray import (\n    get,  # answers\n    serve,  # to serve\n)\nget(1)\n"
+
+    assert written(tmp_path, source) == (
+        "from ray import (\n    get,  # answers\n)\nimport ingress as serve  # to serve\nget(1)\n"
+    )
+
+
+def test_an_import_of_ray_stays_while_something_uses_it(tmp_path: Path) -> None:
+    source = "import ray.serve\nray.serve.run(ray.get(1))\n"
+
+    assert written(tmp_path, source) == "import ingress\nimport ray\ningress.run(ray.get(1))\n"
+
+
+def test_without_write_nothing_changes_and_the_difference_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "main.py"
+    path.write_text("from ray import serve\n")
+    result = invoke(tmp_path, "migrate", ".")
+
+    assert result.exit_code == 0
+    assert "-from ray import serve\n+import ingress as serve\n" in result.output
+    assert result.output.endswith("1 file to change, no findings for your hand.\n")
+    assert path.read_text() == "from ray import serve\n"
+
+
+def test_encoding_mode_and_last_line_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "main.py"
+    path.write_bytes("# coding: latin-1\nfrom ray import serve\nx = 'é'".encode("latin-1"))
+    path.chmod(0o750)
+    marked = tmp_path / "marked.py"
+    marked.write_bytes(b"\xef\xbb\xbffrom ray import serve\n")
+    invoke(tmp_path, "migrate", ".", "--write")
+
+    new = "# coding: latin-1\nimport ingress as serve\nx = 'é'"
+    assert path.read_bytes() == new.encode("latin-1")
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert marked.read_bytes() == b"\xef\xbb\xbfimport ingress as serve\n"
+
+
+def test_a_file_that_cannot_be_parsed_is_named_with_its_line_and_left(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("from ray import serve\ndef (:\n")
+    (tmp_path / "good.py").write_text("from ray import serve\n")
+    result = invoke(tmp_path, "migrate", ".", "--write")
+
+    assert result.exit_code == 1
+    assert "bad.py:2: cannot be parsed" in result.output
+    assert (tmp_path / "bad.py").read_text() == "from ray import serve\ndef (:\n"
+    assert (tmp_path / "good.py").read_text() == "import ingress as serve\n"
+
+
+def test_links_environments_and_hidden_folders_are_left(tmp_path: Path) -> None:
+    source = "from ray import serve\n"
+    outside = tmp_path / "outside"
+    folder = tmp_path / "folder"
+    left = [outside, *(folder / name for name in (".git", ".venv", "node_modules", "own"))]
+    for each in left:
+        each.mkdir(parents=True)
+        (each / "main.py").write_text(source)
+    (folder / "own" / "pyvenv.cfg").touch()
+    os.symlink(outside, folder / "linked")
+    os.symlink(outside / "main.py", folder / "linked.py")
+    (folder / "main.py").write_text(source)
+    invoke(tmp_path, "migrate", "folder", "--write")
+
+    assert [(each / "main.py").read_text() for each in left] == [source] * len(left)
+    assert (folder / "linked.py").is_symlink()
+    assert (folder / "main.py").read_text() == "import ingress as serve\n"
+
+
+def test_json_is_one_object(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("import ray\nfrom ray import serve\nray.get(1)\n")
+    result = invoke(tmp_path, "migrate", ".", "--json")
+    told: dict[str, Any] = json.loads(result.output)
+
+    assert (told["written"], told["files"], len(told["changed"])) == (False, 1, 1)
+    [finding] = told["findings"]
+    assert (finding["path"], finding["line"], finding["name"]) == ("main.py", 3, "ray.get")
+
+
+@pytest.mark.parametrize("arguments", [["no/such.py"], ["."], []])
+def test_a_wrong_argument_is_told_and_exits_with_2(tmp_path: Path, arguments: list[str]) -> None:
+    assert invoke(tmp_path, "migrate", *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("module", [each for each in PATHS if each.split(".")[1] in names.MODULES])
+def test_the_names_of_a_public_path_are_counterparts(module: str) -> None:
+    name = module.split(".")[1]
+    others = {"serving_until_signal"}  # which only ingress has
+
+    assert [n for n in PATHS[module] if n not in others and names.target([name], n) != module] == []
+
+
+def test_a_migrated_file_serves(tmp_path: Path) -> None:
+    source = """
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+@serve.deployment
+class Child:
+    async def __call__(self, text: str) -> str:
+        return text.upper()
+
+@serve.deployment
+class Main:
+    def __init__(self, child: DeploymentHandle):
+        self.child = child
+    async def __call__(self, request) -> str:
+        return await self.child.remote(request.query_params["text"])
+
+app = Main.bind(Child.bind())
+"""
+    (tmp_path / "shop.py").write_text(source)
+    assert invoke(tmp_path, "migrate", "shop.py", "--write").exit_code == 0
+
+    with ingress_run(tmp_path, "shop:app") as server:
+        wait_until(lambda: "is ready at" in server.output)
+        answer = httpx.get(server.url, params={"text": "tea"}, timeout=60)
+
+    assert answer.text == "TEA"
+
+
+PIECES = [
+    *("import ray", "import ray.serve", "from ray import serve", "import ray as r, os"),
+    *("from ray.serve import batch, llm", "from ray import get, serve as s", "ray.serve.run(1)"),
+    *("ray.get(ray)", "x = r.serve.handle.DeploymentHandle", "def f(ray): ray.serve", "'é'; serve"),
+    *("try: import ray\nexcept ImportError: ray = None", "if 1: import ray; import ray.serve"),
+    *("f'{ray.serve.run}é{ray.serve.llm}'", "class A:\n  import ray\n  b = ray.serve.batch", ""),
+]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(PIECES), max_size=8), st.sampled_from(["\n", "\r\n"]))
+def test_a_second_run_changes_nothing_and_finds_the_same(pieces: list[str], newline: str) -> None:
+    first = rewritten("\n".join(pieces).replace("\n", newline))
+    second = rewritten(first.text)
+
+    ast.parse(first.text)
+    assert second.text == first.text
+    assert sorted((each.name, each.fix) for each in second.findings) == sorted(
+        (each.name, each.fix) for each in first.findings
+    )
