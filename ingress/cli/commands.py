@@ -1,4 +1,4 @@
-"""`ingress run`, `build`, `explain`, `check`, `trace` and `openapi`: the command line.
+"""`ingress run`, `build`, `explain`, `check`, `migrate`, `trace` and `openapi`: the command line.
 
 The heavy packages (typer, rich, uvicorn) are imported here and nowhere below, so that `import
 ingress` stays light.

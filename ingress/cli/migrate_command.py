@@ -42,12 +42,14 @@ def migrate(
     [dim]ingress migrate main.py[/dim]
     [dim]ingress migrate src tests --write[/dim]
 
-    `from ray import serve` becomes `import ingress as serve`, and so do all other imports and
-    uses of names that ingress has. Without --write it prints the difference. Each name without a
-    counterpart, such as ray.get, is listed with its line and with what to write instead.
+    `from ray import serve` becomes `import ingress as serve`, and so do all
+    other imports and uses of names that ingress has. Without --write it prints
+    the difference. Each name without a counterpart, such as ray.get, is listed
+    with its line and with what to write instead.
 
-    Exit code 0: nothing is left to do by hand; 1: something is; 2: an argument is wrong. Hidden
-    folders, environments and links are skipped. The files are never imported.
+    Exit code 0: nothing is left to do by hand; 1: something is; 2: an argument
+    is wrong. Hidden folders, environments and links are skipped. The files are
+    never imported.
     """
     for each in paths:
         if not Path(each).exists():

@@ -55,6 +55,8 @@ STAR = "name the imports instead of `*`, and run this command again"
 BY_HAND = "write it on a line of its own, and run this command again"
 A_STRING = "write the path of ingress into this text"
 
+PRIVATE = "it is Ray's own; use the public names of ingress"
+
 OLDER: Mapping[str, str] = {
     "RayServeHandle": "use DeploymentHandle; its remote() returns a DeploymentResponse",
     "RayServeSyncHandle": "use DeploymentHandle, and response.result() in a thread",
@@ -66,7 +68,7 @@ OLDER: Mapping[str, str] = {
     "get_deployment": "serve.get_deployment_handle(deployment_name, app_name)",
     "list_deployments": "serve.status() lists applications and deployments",
     "build": "the command `ingress build module:app` writes the file",
-    "_private": "it is Ray's own; use the public names of ingress",
+    "SERVE_LOGGER_NAME": 'write "ray.serve": ingress configures the logger of that name too',
 }
 
 RUNTIME_ENV: Mapping[str, str] = {

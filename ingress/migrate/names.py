@@ -55,10 +55,11 @@ def remedy(path: Sequence[str]) -> str:
         return known
     if last in ingress.__all__:
         return f"use serve.{last}"
-    for module in MODULES:
-        if _is_in(module, last):
-            return f"use {last} of ingress.{module}"
-    return advice.OLDER.get(first) or "ingress has no such name; docs/compatibility.md lists all"
+    if _is_in("request_router", last):
+        return f"use {last} of ingress.request_router"
+    if any(part.startswith("_") for part in path):
+        return advice.PRIVATE
+    return "ingress has no such name; docs/compatibility.md lists all"
 
 
 def _is_in(module: str, name: str) -> bool:
