@@ -41,6 +41,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "hello.py").write_text(APP)
         os.chdir(folder)
+        subprocess.run(
+            [sys.executable, "-m", "ingress", "new", "shop"], check=True, stdout=subprocess.DEVNULL
+        )
+        assert Path("shop/app.py").exists()
         command = [sys.executable, "-m", "ingress", "run", "hello:hello", "--port", "0"]
         with subprocess.Popen(
             [*command, "--admin", "off"],

@@ -1,4 +1,4 @@
-"""`ingress run`, `build`, `explain`, `check`, `migrate`, `trace` and `openapi`: the command line.
+"""The command line: `ingress run`, `build`, `explain`, `check`, `migrate`, `new` and others.
 
 The heavy packages (typer, rich, uvicorn) are imported here and nowhere below, so that `import
 ingress` stays light.
@@ -26,6 +26,7 @@ from ingress.cli.config_command import RUN_OPTIONS
 from ingress.cli.config_command import config as config_command
 from ingress.cli.control_commands import memory, reload, scale, status, stop
 from ingress.cli.migrate_command import migrate as migrate_command
+from ingress.cli.new_command import new as new_command
 from ingress.cli.run_command import run
 from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import (
@@ -80,6 +81,7 @@ def _main(
 app.command()(run)
 app.command("build")(build_command)
 app.command("migrate")(migrate_command)
+app.command("new")(new_command)
 for command in (status, top, memory, stop, scale, reload, delete):
     app.command()(command)
 app.command("config", context_settings=RUN_OPTIONS)(config_command)
