@@ -9,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import ingress as serve
 from app_examples.chat import app as example
 from app_examples.chat.model import LanguageModel, corpus
-from tests.conformance.observe import Gate, Served, online
+from tests.conformance.observe import Gate, online
 from tests.how_to import check_page
-from tests.servers import bind, wait_until
+from tests.servers import PATIENCE_S, bind, wait_until
 
 PATH = "/v1/chat/completions"
 QUESTION = {"role": "user", "content": "Where does a plum grow?"}
@@ -29,14 +30,19 @@ def events(response: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def it() -> Iterator[Served]:
+def url() -> Iterator[str]:
     with online(example.app) as served:
-        served.get("/v1/models")  # the connection that all tests use
-        yield served
+        yield str(served.client.base_url)
 
 
-def test_an_answer_has_openais_shape(it: Served) -> None:
-    answer = it.client.post(PATH, json=BODY).json()
+@pytest.fixture
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
+        yield client
+
+
+def test_an_answer_has_openais_shape(client: httpx.Client) -> None:
+    answer = client.post(PATH, json=BODY).json()
 
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "You find a plum on a tree."}
@@ -53,25 +59,25 @@ def test_the_model_has_learned_every_fact_of_its_text() -> None:
     assert answers == [answer.replace(" .", ".") for _, answer in corpus()]
 
 
-def test_a_seed_makes_a_random_answer_the_same_again(it: Served) -> None:
+def test_a_seed_makes_a_random_answer_the_same_again(client: httpx.Client) -> None:
     said = set()
     for seed in (1, 1, 2, 3, 4, 5, 6, 7):
         body = {**BODY, "temperature": 2, "seed": seed, "max_tokens": 20}
-        answer = it.client.post(PATH, json=body).json()
+        answer = client.post(PATH, json=body).json()
         said.add((seed, answer["choices"][0]["message"]["content"]))
 
     assert len(said) == 7
     assert len({content for _, content in said}) > 1
 
 
-def test_max_tokens_ends_an_answer_early_and_says_so(it: Served) -> None:
-    (choice,) = it.client.post(PATH, json={**BODY, "max_tokens": 2}).json()["choices"]
+def test_max_tokens_ends_an_answer_early_and_says_so(client: httpx.Client) -> None:
+    (choice,) = client.post(PATH, json={**BODY, "max_tokens": 2}).json()["choices"]
 
     assert (choice["message"]["content"], choice["finish_reason"]) == ("You find", "length")
 
 
-def test_a_stream_has_a_chunk_for_each_token_a_reason_and_an_end(it: Served) -> None:
-    response = it.client.post(PATH, json={**BODY, "stream": True})
+def test_a_stream_has_a_chunk_for_each_token_a_reason_and_an_end(client: httpx.Client) -> None:
+    response = client.post(PATH, json={**BODY, "stream": True})
 
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, done = events(response)
@@ -83,8 +89,8 @@ def test_a_stream_has_a_chunk_for_each_token_a_reason_and_an_end(it: Served) -> 
     assert [each["finish_reason"] for each in choices] == [None] * 8 + ["stop"]
 
 
-def test_the_models_are_listed_and_the_one_says_that_it_is_a_stand_in(it: Served) -> None:
-    (model,) = it.get("/v1/models").json()["data"]
+def test_the_models_are_listed_and_the_one_says_that_it_is_a_stand_in(client: httpx.Client) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
 
     assert (model["id"], model["object"]) == ("facts", "model")
     assert "stand-in for a real model" in model["description"]
@@ -101,9 +107,9 @@ def test_the_models_are_listed_and_the_one_says_that_it_is_a_stand_in(it: Served
     ids=["unknown model", "no messages", "too hot", "unknown path"],
 )
 def test_an_error_has_openais_shape(
-    path: str, change: dict[str, Any], status: int, kind: str, message: str, it: Served
+    path: str, change: dict[str, Any], status: int, kind: str, message: str, client: httpx.Client
 ) -> None:
-    response = it.client.post(path, json={**BODY, **change})
+    response = client.post(path, json={**BODY, **change})
 
     assert response.status_code == status
     error = response.json()["error"]
@@ -111,10 +117,9 @@ def test_an_error_has_openais_shape(
     assert error["message"].startswith(message)
 
 
-def test_openais_client_reads_answers_streams_and_errors(it: Served) -> None:
+def test_openais_client_reads_answers_streams_and_errors(url: str) -> None:
     openai = pytest.importorskip("openai")
-    url = f"{it.client.base_url}/v1".replace("//v1", "/v1")
-    with openai.OpenAI(api_key="none", base_url=url, max_retries=0) as client:
+    with openai.OpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0) as client:
         answer = client.chat.completions.create(**BODY)
         assert answer.choices[0].message.content == "You find a plum on a tree."
         chunks = client.chat.completions.create(**BODY, stream=True)
