@@ -75,6 +75,7 @@ check-deploy: ## Lint and validate the files of docs/deploy; makes .venv-deploy
 check: .venv/.dev ## Lint, format, types and floors
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/codespell
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 

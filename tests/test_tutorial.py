@@ -12,7 +12,19 @@ from tests.tutorial import LEARN, PAGES, Tutorial, commands
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+# All of them take a minute; these three are of each kind: a server, its limits, pytest.
+OFTEN = "04", "06", "09"
+STEPS = [
+    pytest.param(
+        page,
+        id=page.stem,
+        marks=[] if page.stem.startswith(OFTEN) else pytest.mark.thorough,
+    )
+    for page in PAGES
+]
+
+
+@pytest.mark.parametrize("page", STEPS)
 def test_a_step_does_what_its_page_shows(page: Path, tmp_path: Path) -> None:
     tutorial = Tutorial(tmp_path)
     for before in PAGES[: PAGES.index(page)]:
