@@ -10,9 +10,12 @@ from typing import Any
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.channel import Channel
 from ingress.serving.http.reply import HTTPReply
-from ingress.serving.http.stream_turns import LARGE, PARTS, stream_turns
+from ingress.serving.http.stream_turns import LARGE, TURN, stream_turns
 from ingress.serving.replicas.router import Router
 from tests.fakes import make_call
+
+PART = 64 * 1024  # bytes
+PARTS = TURN // PART
 
 
 def test_each_turn_has_room_for_a_few_parts_in_order_of_arrival() -> None:
@@ -22,7 +25,7 @@ def test_each_turn_has_room_for_a_few_parts_in_order_of_arrival() -> None:
 
         async def stream(number: int) -> None:
             for _ in range(3):
-                await turns.wait()
+                await turns.wait(PART)
                 sent.append(number)
 
         streams = [asyncio.create_task(stream(number)) for number in range(20)]
@@ -69,14 +72,15 @@ def test_large_parts_of_responses_take_turns_and_small_parts_do_not() -> None:
         assert sent == len(streams)
         return most
 
-    assert asyncio.run(most_sent_in_a_turn(LARGE)) == PARTS
+    assert asyncio.run(most_sent_in_a_turn(LARGE)) == TURN // LARGE
+    assert asyncio.run(most_sent_in_a_turn(TURN)) == 1
     assert asyncio.run(most_sent_in_a_turn(1024)) == 20
 
 
 def test_a_stream_that_is_cancelled_takes_no_turn() -> None:
     async def scenario() -> None:
         turns = stream_turns(asyncio.get_running_loop())
-        waiting = [asyncio.create_task(turns.wait()) for _ in range(4 * PARTS)]
+        waiting = [asyncio.create_task(turns.wait(PART)) for _ in range(4 * PARTS)]
         await asyncio.sleep(0)
         gone, rest = waiting[PARTS : 3 * PARTS], waiting[3 * PARTS :]
         for each in gone:
@@ -87,7 +91,7 @@ def test_a_stream_that_is_cancelled_takes_no_turn() -> None:
         assert all(each.cancelled() for each in gone)
         async with asyncio.timeout(1):
             await asyncio.gather(*rest)
-            await turns.wait()
+            await turns.wait(PART)
 
     asyncio.run(scenario())
 
@@ -95,7 +99,7 @@ def test_a_stream_that_is_cancelled_takes_no_turn() -> None:
 def test_the_turns_of_a_loop_do_not_keep_it() -> None:
     loop = asyncio.new_event_loop()
     found = weakref.ref(loop)
-    loop.run_until_complete(stream_turns(loop).wait())
+    loop.run_until_complete(stream_turns(loop).wait(PART))
     loop.close()
     del loop
     gc.collect()

@@ -559,8 +559,8 @@ class HTTPReply(Reply):
                 messages = await outbound.get_many()
             except EndOfStream:
                 return
-            if outbound.taken_bytes >= LARGE:
-                await stream_turns(self.loop).wait()
+            if (size := outbound.taken_bytes) >= LARGE:
+                await stream_turns(self.loop).wait(size)
             for each in gathered(messages):
                 if isinstance(each, list):
                     await send_chunks(self._send, each)

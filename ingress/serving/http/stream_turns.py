@@ -12,7 +12,7 @@ from collections import deque
 from weakref import WeakKeyDictionary
 
 LARGE = 32 * 1024  # bytes; smaller parts cost little more than their turn
-PARTS = 4
+TURN = 256 * 1024  # bytes that are sent in one turn, and what the last part has more
 
 
 class StreamTurns:
@@ -24,29 +24,29 @@ class StreamTurns:
     __slots__ = ("_sent", "_waiting")
 
     def __init__(self) -> None:
-        self._sent = 0  # parts in this turn
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._sent = 0  # bytes in this turn
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
-    async def wait(self) -> None:
+    async def wait(self, size: int) -> None:
         """Return at once if this turn has room for a large part, else in the next that has."""
         loop = asyncio.get_running_loop()
-        if self._sent < PARTS and not self._waiting:
+        if self._sent < TURN and not self._waiting:
             if not self._sent:
                 loop.call_soon(self._begin)
-            self._sent += 1
+            self._sent += size
             return
         turn = loop.create_future()
-        self._waiting.append(turn)
+        self._waiting.append((turn, size))
         await turn
 
     def _begin(self) -> None:
         """Begin a turn."""
         self._sent = 0
-        while self._waiting and self._sent < PARTS:
-            turn = self._waiting.popleft()
+        while self._waiting and self._sent < TURN:
+            turn, size = self._waiting.popleft()
             if not turn.done():  # else its stream was cancelled
                 turn.set_result(None)
-                self._sent += 1
+                self._sent += size
         if self._sent:
             asyncio.get_running_loop().call_soon(self._begin)
 

@@ -22,7 +22,12 @@ from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
 from ingress.core.calls.channel import YIELD_EVERY, Channel
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
 from ingress.exceptions import RayServeException, StreamClosedError
-from ingress.serving.http.asgi_messages import SERVICE_RESTART, channel_for, size_of
+from ingress.serving.http.asgi_messages import (
+    RESPONSE_BYTES,
+    SERVICE_RESTART,
+    channel_for,
+    size_of,
+)
 from ingress.serving.http.reply_state import CUT
 from ingress.serving.replicas.user_code import UserCode
 
@@ -116,7 +121,7 @@ class HTTPWork(Work):
 
     async def _stream(self) -> None:
         """Send the response message by message from now on."""
-        self._outbound = channel_for(is_http=self.reply.is_http)
+        self._outbound = channel_for(is_http=self.reply.is_http, max_bytes=RESPONSE_BYTES)
         if self._start is not None:
             await self._outbound.put(self._start)
         self.reply.mailbox.post(self.reply.open, self._outbound)
