@@ -183,10 +183,7 @@ def _rewritten(file: SourceFile, functions: list[Function]) -> str:
 def _ruff(copies: dict[SourceFile, str]) -> list[tuple[SourceFile, Diagnostic]]:
     """Return ruff's diagnostics of the copies, each with its original file."""
     if importlib.util.find_spec("ruff") is None:
-        raise CheckError(
-            "ingress check needs ruff; install it, in the folder of ingress's project: "
-            'python -m pip install -e ".[check]"'
-        )
+        raise CheckError("ingress check needs ruff; install it: python -m pip install ruff")
     with tempfile.TemporaryDirectory(prefix="ingress-check-") as folder:
         originals = {}
         for number, (file, text) in enumerate(copies.items()):

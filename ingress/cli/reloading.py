@@ -114,8 +114,9 @@ def reload_one_process(state: FileState) -> list[str]:
         new, reasons = state.read()
         if reasons:
             raise CommandError(
-                f"{', '.join(reasons)} changed: this needs a new process; restart `ingress run`, "
-                "or run it with --workers. Nothing was changed"
+                f"{', '.join(reasons)} changed: this needs a new process: start "
+                "`ingress run ... --replace`, which takes over, or run with --workers. Nothing was "
+                "changed"
             )
         found = state.difference(new)
         check(found.options)
@@ -294,7 +295,10 @@ def command_of(reload: Reload | None) -> Command:
 
     def command(arguments: Mapping[str, Any]) -> list[str]:
         if reload is None:
-            raise CommandError("this server has no file; start it with `ingress run serve.yaml`")
+            raise CommandError(
+                "this server has no file; start it with `ingress run serve.yaml`, or start a new "
+                "one with --replace, which takes over"
+            )
         with notifying_reload():
             return reload()
 

@@ -150,7 +150,7 @@ class RunOptions:
         _option(
             _PROXY,
             metavar="IPS",
-            help="Proxies whose headers are believed: addresses, networks, paths of sockets, or *."
+            help="Proxies whose headers are believed: addresses, networks, or *, also for --uds."
             "  [default: FORWARDED_ALLOW_IPS, or 127.0.0.1,::1]",
         ),
         UVICORN,

@@ -18,7 +18,10 @@ ACTOR = (
 
 CORE: Mapping[str, str] = {
     "remote": FUNCTION,
-    "get": "of a handle's response: await response, or response.result() in a thread",
+    "get": (
+        "of a handle's response: await response, or response.result() in a thread; of a task: call "
+        "the function, in a def endpoint"
+    ),
     "put": "pass the object itself to the handle",
     "wait": "of handles' responses: asyncio.wait([asyncio.ensure_future(each) for each in ...])",
     "cancel": "of a handle's response: response.cancel()",

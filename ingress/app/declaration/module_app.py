@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
 
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.core.base.signatures import signature_of
@@ -78,6 +79,11 @@ def load(
         hint = f"did you mean {module_name}:{bound[0]}?"
     elif isfunction(found) and not is_factory:
         hint = "if it returns an application, add --factory"
+    elif isinstance(found, Starlette):
+        hint = (
+            "its routes as they are: "
+            f"name = serve.deployment(name='Name')(serve.ingress({attribute})()).bind()"
+        )
     kind = _article(type(found).__name__)
     raise NotAnApplication(f"{target!r} is {kind}, not a bound application; {hint}")
 
