@@ -64,12 +64,21 @@ def test_no_placeholder_is_left_and_nothing_is_hidden(project: Path) -> None:
     assert 'name = "shop"' in (project / "pyproject.toml").read_text()
 
 
+def test_another_folder_may_be_empty_and_is_told_with_its_quotes(tmp_path: Path) -> None:
+    (tmp_path / "my shop").mkdir()
+    done = run_ingress(tmp_path, "new", "shop", "--folder", "my shop")
+    assert done.returncode == 0, done.stderr
+    assert "cd 'my shop'" in done.stdout
+    assert (tmp_path / "my shop" / "app.py").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["1shop"], "'1shop' is no name of a project; use letters"),
         (["../shop"], "is no name of a project"),
         (["full"], "full is there already, and is not an empty folder"),
+        (["shop", "--folder", "full/kept.txt/a"], "cannot write full/kept.txt/a/app.py: Not a dir"),
     ],
 )
 def test_a_wrong_name_writes_nothing(tmp_path: Path, arguments: list[str], says: str) -> None:

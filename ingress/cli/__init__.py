@@ -1,4 +1,4 @@
-"""The command line: `ingress run`, `build`, `explain`, `check`, `migrate`, `trace` and `openapi`.
+"""The command line: `ingress run`, `build`, `explain`, `check`, `migrate`, `new` and others.
 
     commands     the commands and their options; start here
     run_options  the options of `run`, in one table; run_command hands them on

@@ -7,7 +7,9 @@ import re
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
+from urllib.parse import unquote
 
 import typer
 
@@ -57,10 +59,15 @@ def new(
         text = (TEMPLATE / source).read_text(encoding="utf-8")
         text = text.replace("{{name}}", name).replace("{{version}}", __version__)
         path = place / target
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise refusal(
+                f"cannot write {path}: {error.strerror}; choose another --folder"
+            ) from None
         typer.echo(f"{path}")
-    typer.echo(f"\nNext:\n  cd {place}")
+    typer.echo(f"\nNext:\n  cd {quote(str(place))}")
     if where := _installed_from():
         typer.echo(
             f"  python -m pip install {where}   # fastapi-ingress, which is on no package index yet"
@@ -77,6 +84,6 @@ def _installed_from() -> str:
     try:
         origin = distribution("fastapi-ingress").read_text("direct_url.json")
     except PackageNotFoundError:
-        return str(Path(__file__).parents[2])
+        return quote(str(Path(__file__).parents[2]))
     url: str = json.loads(origin)["url"] if origin else ""
-    return url.removeprefix("file://")
+    return quote(unquote(url.removeprefix("file://")))

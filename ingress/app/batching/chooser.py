@@ -9,8 +9,8 @@ older one counts less. Two numbers follow from it, for each model and instance:
     wait   how long to wait for the next call, once a batch could begin. Each of n calls that are
            there would lose that time, and as many that come while the batch runs; the next call
            would not have to wait for a whole batch, a + b n. So a batch waits for (a + b n) / 2 n,
-           `LONGEST_S` at most, if that pays: if it does, by the share of earlier batches of n
-           calls after which one more came in that time.
+           `LONGEST_S` at most. It waits only if that pays: the share of earlier batches of n calls
+           after which one more call came in that time says how likely the gain is.
 
 Batches that wait for each other need no wait: while one runs, the next one fills.
 """
@@ -46,7 +46,7 @@ class Chooser:
     largest: float = 0.0  # the largest batch that was measured
     count: int = 0
     came_at: float = 0.0
-    _pays: dict[int, float] = field(default_factory=dict)  # share of the waits, by size
+    _pays: dict[int, float] = field(default_factory=dict)  # share of waits that had a call, by size
     _asked: tuple[int, float] | None = None  # the size, and when the next call has to come
     _is_line: bool = False  # batches of two sizes were measured
     # Sums over the batches, with their weights: of 1, n, t, n n and n t.
