@@ -63,9 +63,8 @@ def new(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise refusal(
-                f"cannot write {path}: {error.strerror}; choose another --folder"
-            ) from None
+            why = error.strerror
+            raise refusal(f"cannot write {path}: {why}; choose another --folder", 2) from None
         typer.echo(f"{path}")
     typer.echo(f"\nNext:\n  cd {quote(str(place))}")
     if where := _installed_from():
