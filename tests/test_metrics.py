@@ -602,6 +602,19 @@ def by_route(text: str, name: str) -> dict[str, float]:
     return found
 
 
+def scraped(port: int, total: int) -> str:
+    """Return the metrics once they count so many requests."""
+    text = ""
+
+    def counts_them() -> bool:
+        nonlocal text
+        text = get(port, "/metrics").body.decode()
+        return sum(by_route(text, COUNTS[0]).values()) == total
+
+    wait_until(counts_them)
+    return text
+
+
 def test_the_busiest_routes_are_named_and_the_others_are_one_which_never_decreases(
     tmp_path: Path,
 ) -> None:
@@ -611,10 +624,11 @@ def test_the_busiest_routes_are_named_and_the_others_are_one_which_never_decreas
         port = admin_port(server)
         for route in [*range(30), 7, 7, 7, 9, 9, 20]:
             get(server.port, f"/{route}")
-        first = get(port, "/metrics").body.decode()
+        # Those who ask within `FRESH_S` of each other see one snapshot.
+        first = scraped(port, total=36)
         for route in [*range(40)] * 3:
             get(server.port, f"/{route}")
-        second = get(port, "/metrics").body.decode()
+        second = scraped(port, total=156)
     assert by_route(first, COUNTS[0]) == {"/7": 4, "/9": 3, "/20": 2, "other": 27}
     assert by_route(second, COUNTS[0]) == {"/7": 7, "/9": 6, "/20": 5, "other": 138}
     assert by_route(second, COUNTS[1]) == {"/7": 7, "/9": 6, "/20": 0, "other": 112}
