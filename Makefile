@@ -76,6 +76,7 @@ check: .venv/.dev ## Lint, format, types and floors
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/codespell
+	@$(BIN)/python -m tests.prose
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
