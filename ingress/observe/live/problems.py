@@ -26,6 +26,7 @@ from ingress.observe.live.documents import (
     StallsIn,
     StallsOfLine,
 )
+from ingress.telemetry.watchdog.records import StallReason
 
 BAD = ("DEPLOY_FAILED", "UNHEALTHY")
 LOGGED = frozenset(("errors", "held", "left", "memory", "queue", "replica"))
@@ -335,19 +336,11 @@ def _standing(replica: ReplicaOfServer) -> list[str]:
         process = f" in process {replica['pid']}" if replica["pid"] else ""
         return [f"the event loop of {name}{process} stands for {stands_ms / 1e3:.1f} s now"]
     return [
-        f"the event loop of {name} stands for {each['ms'] / 1e3:.1f} s now{_at(each)}{_cure(each)}"
+        f"the event loop of {name} stands for {each['ms'] / 1e3:.1f} s now{_at(each)}. "
+        f"{StallReason(each['reason']).cure}".rstrip(". ")
         for each in replica["stalls"]
         if not each["is_over"]
     ]
-
-
-def _cure(stall: StallOfLoop) -> str:
-    """Return what to do about a line of user code that blocks an event loop; "" if none does."""
-    if stall["line"] is None or stall["reason"] in ("gil", "starved"):
-        return ""
-    return (
-        ". Nothing else runs there meanwhile: await what waits, or write a def, which has a thread"
-    )
 
 
 def _stalled(replicas: Sequence[ReplicaOfServer]) -> list[str]:
@@ -374,7 +367,7 @@ def _stalled(replicas: Sequence[ReplicaOfServer]) -> list[str]:
         text += f"; up to {_count(waited, 'request', 'requests')} waited"
     if len(by_line) > 1:
         text += f"; and at {_count(len(by_line) - 1, 'other line', 'other lines')}"
-    return [text]
+    return [f"{text}. {StallReason(longest[0][0]['reason']).cure}".rstrip(". ")]
 
 
 def _at(stall: StallOfLoop) -> str:

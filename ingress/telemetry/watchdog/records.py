@@ -46,6 +46,27 @@ class StallReason(StrEnum):
     UNKNOWN = "unknown"
     """Code on the loop ran, and ended before the watchdog could take a sample."""
 
+    @property
+    def cure(self) -> str:
+        """What to do about it, a sentence; empty if the reason does not tell."""
+        return _CURES.get(self, "")
+
+
+_CURES = {
+    StallReason.BLOCKED: (
+        "Await what waits, or run it in a thread: `await asyncio.to_thread(...)`; compute in "
+        "another process."
+    ),
+    StallReason.IMPORT: (
+        "A module is imported once in a process: import it at the top of your module, or in the "
+        "constructor, before requests come."
+    ),
+    StallReason.GIL: (
+        "Python runs one thread at a time: compute in another process, or in a library that "
+        "releases the GIL."
+    ),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -100,8 +121,7 @@ class Stall:
         if self.reason is StallReason.GIL:
             return (
                 f"{begin}, waiting for the GIL while other threads were at work: {holders}. {end} "
-                "Python runs one thread at a time: compute in another process, or in a library "
-                "that releases the GIL."
+                f"{self.reason.cure}"
             )
         if self.reason is StallReason.STARVED:
             return f"{begin}: it was ready to run and had no processor, as {self.scarcity}. {end}"
@@ -121,16 +141,10 @@ class Stall:
         place = self.place
         at = str(place) if place.function != self.method else f"{place.file}:{place.line}"
         if self.reason is StallReason.IMPORT:
-            return (
-                f"{begin}{whose}, importing {self.imports} at {at}{_source(place)}. {end} A module "
-                "is imported once in a process: import it at the top of your module, or in the "
-                "constructor, before requests come."
-            )
-        return (
-            f"{begin}{whose}, at {at}{_source(place)}. {end} Run blocking code in a "
-            "thread, `await asyncio.to_thread(...)` or a `def` with "
-            "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1; compute in another process."
-        )
+            at = f"importing {self.imports} at {at}"
+        else:
+            at = f"at {at}"
+        return f"{begin}{whose}, {at}{_source(place)}. {end} {self.reason.cure}"
 
 
 SPAN_S = 900.0
