@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import os
@@ -11,7 +12,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +25,7 @@ import pytest
 import ingress as serve
 from ingress.testing import TestClient
 from tests.documents import ROOT, blocks
-from tests.servers import INGRESS, environment, process, wait_until, write_module
+from tests.servers import INGRESS, PATIENCE_S, environment, process, wait_until, write_module
 
 PAGES = ROOT / "docs" / "how-to"
 
@@ -103,6 +106,62 @@ def test_applications_share_a_server(program: Callable[..., Any]) -> None:
         assert httpx.get(f"{url}/orders/").json() == ["1 x pen", "1 x ink"]
     finally:
         serve.shutdown()
+
+
+def test_each_replica_has_an_engine_of_its_own(
+    program: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiosqlite")
+    monkeypatch.chdir(tmp_path)
+    shelf = program("database.md")
+    loops = []
+
+    def engine(url: str) -> Any:
+        loops.append(asyncio.get_running_loop())
+        return create_async_engine(url)
+
+    create_async_engine = shelf.create_async_engine
+    monkeypatch.setattr(shelf, "create_async_engine", engine)
+    with TestClient(shelf.shelf) as client:
+        assert client.post("/ink").status_code == 201
+        assert [client.get("/").json() for _ in range(8)] == [["ink"]] * 8
+    assert len(set(loops)) == len(loops) == 2
+
+
+def test_a_model_is_loaded_once_and_chosen_by_the_request(program: Callable[..., Any]) -> None:
+    with TestClient(program("models.md").api) as client:
+        assert client.get("/hello").json() == "en: hello"
+        for language in ("de", "fr", "es", "de"):
+            found = client.get("/hello", params={"language": language})
+            assert found.json() == f"{language}: hello"
+
+
+def test_a_leak_is_found_at_its_line(tmp_path: Path) -> None:
+    (text,) = [text for language, text in blocks(PAGES / "leak.md") if language == "python"]
+    write_module(tmp_path, "shop", text)
+    over = threading.Event()
+
+    def order() -> None:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+            while not over.is_set():
+                client.post("/", content=b"x" * 10_000).raise_for_status()
+
+    command = [*INGRESS, "run", "shop:shop", "--port", "0"]
+    with process(command, tmp_path, environment(tmp_path)) as server:
+        server.wait_for("is ready")
+        with ThreadPoolExecutor() as pool:
+            ordering = pool.submit(order)
+            found = subprocess.run(
+                [*INGRESS, "memory", "--seconds", "2", "--pid", str(server.process.pid)],
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+                env=environment(tmp_path),
+                check=False,
+            )
+            over.set()
+            ordering.result(PATIENCE_S)
+    assert "shop.py:17: self.seen.append(await request.body())" in found.stdout, found
 
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
