@@ -14,22 +14,23 @@ RESULTS = ROOT / ".ecosystem"
 PAGE = ROOT / "docs" / "ecosystem.md"
 
 REASONS = {
-    "fastapi_cache2": "its key has all arguments, `self` too: each replica has entries of its own; "
-    "`key_builder=` can leave it out",
+    "fastapi_cache2": "its key has all arguments, also `self`: each replica has its own entries; "
+    "`key_builder=` can leave `self` out",
     "tortoise": "refuses a second `Tortoise.init()` in a process, and the lifespan runs in each "
     "replica: initialise it once, or use one replica",
 }
 """The packages that work differently with two replicas, by the names of their apps, and why."""
 
-HEAD = (
-    "# Packages, beside plain FastAPI\n\n"
-    "Made by `make test-ecosystem`. For each package, uvicorn serves one small app in three forms: "
-    "as functions of plain\nFastAPI, and the same functions as the methods of a class, with one "
-    "replica and with two. Each form has a process of its\nown. The same requests go to each, and "
-    "the answers must be equal: status, body, the headers and cookies that the package\nsets, its "
-    "spans, events or metrics, and the OpenAPI schema. The apps are in "
-    "[tests/ecosystem/apps](../tests/ecosystem/apps).\n\n"
-)
+HEAD = """\
+# Packages, beside plain FastAPI
+
+This page says which packages of FastAPI's users work the same in a deployment. `make test-ecosystem` writes it. For each
+package, uvicorn serves one small app in three forms: as functions of plain FastAPI, and the same functions as methods of a
+class, with one replica and with two. Each form runs in its own process and gets the same requests. The answers must be
+equal: status, body, the headers and cookies that the package sets, its spans, events or metrics, and the OpenAPI schema.
+The apps are in [tests/ecosystem/apps](../tests/ecosystem/apps).
+
+"""
 
 
 @dataclass(frozen=True, slots=True)
