@@ -24,11 +24,12 @@ REASONS = {
 HEAD = """\
 # Packages, beside plain FastAPI
 
-This page says which packages of FastAPI's users work the same in a deployment. `make test-ecosystem` writes it. For each
-package, uvicorn serves one small app in three forms: as functions of plain FastAPI, and the same functions as methods of a
-class, with one replica and with two. Each form runs in its own process and gets the same requests. The answers must be
-equal: status, body, the headers and cookies that the package sets, its spans, events or metrics, and the OpenAPI schema.
-The apps are in [tests/ecosystem/apps](../tests/ecosystem/apps).
+This page says which packages of FastAPI's users work the same in a deployment. It is written by
+`make test-ecosystem`. For each package, uvicorn serves one small app in three forms: as functions
+of plain FastAPI, and the same functions as methods of a class, with one replica and with two. Each
+form runs in its own process and gets the same requests. The answers must be equal: status, body,
+the headers and cookies that the package sets, its spans, events or metrics, and the OpenAPI
+schema. The apps are in [tests/ecosystem/apps](../tests/ecosystem/apps).
 
 """
 
