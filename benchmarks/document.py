@@ -28,13 +28,20 @@ SHORT = ("async", "async-query", "model", "def", "def-depends", "websocket", "ca
 """The rows of the table in the README."""
 
 HOW = """\
-*ratio* is ingress over what it is compared with: the median of all pairs, with the least and the
-greatest. The two runs of a pair follow each other on servers that were started for the row with the
-same settings (uvloop, httptools, no access log, one process), so that a noisy machine moves both:
-the ratio says more than the rates. No run is left out, and fewer than five pairs are not shown.
-Latencies are medians of what each run had, baseline → ingress. *both 0* is
-`RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP` at 0,
-*sync 0* and *sync 1* are `RAY_SERVE_RUN_SYNC_IN_THREADPOOL`; everything else has its default.
+All measurements, with the requirements that they meet or miss: against plain FastAPI, against other
+servers, and of ingress against itself. `make bench` and the commands below repeat them.
+
+| term | meaning |
+|---|---|
+| *ratio* | ingress over its baseline: the median of all pairs, with the least and the greatest |
+| latency | medians over the runs, baseline → ingress |
+| *both 0* | the flags `..._USER_CODE_IN_SEPARATE_THREAD` and `..._ROUTER_IN_SEPARATE_LOOP` at 0 |
+| *sync 0*, *sync 1* | `RAY_SERVE_RUN_SYNC_IN_THREADPOOL` at 0, at 1 |
+
+All other [variables](../reference.md#environment-variables) have their defaults. The two runs of a
+pair follow each other, on servers that were started for the row with the same settings (uvloop,
+httptools, no access log, one process). A noisy machine affects both runs, so the ratio says more
+than the rates. No run is left out, and fewer than five pairs are not shown.
 """
 SAME = """\
 On {machine}, 32 connections, one replica; medians of pairs that ran in turn. *both 0*: the two
@@ -51,10 +58,10 @@ nodes and sums their answers, 4 clients x 20 requests.
 PEERS = """\
 The newest versions on PyPI, each in an environment of its own, with its own no-op service and its
 own server; `ingress` answers the same request. Ray Serve has every replica in a process of its own,
-and a cluster behind it: what it is for is more than one machine. Memory is that of all processes;
-pages they share count in each. In the rows with processes, both servers run user code in so many
-child processes, `ingress` with `isolation="process"`; *computing* takes 5 ms of Python. The HTTP
-server of mosec is written in Rust.
+behind a cluster: its purpose is more than one machine. Memory is the sum of all processes; shared
+pages count in each. In the rows with processes, both servers run user code in that many child
+processes, `ingress` with `isolation="process"`; *computing* takes 5 ms of Python. The HTTP server
+of mosec is written in Rust.
 
 Three rows are the guide's own, in a size that Ray Serve can have on one machine, where each replica
 is a process: the ensemble with one replica for each of its 11 deployments; `recursive` with 6
@@ -65,7 +72,7 @@ by handle, 4 clients x 20 requests.
 PROCESSES = """\
 Replicas with `isolation="process"`: one in a process against plain FastAPI and against one in a
 thread, two that compute against one thread, calls by handle, and an array of 10 MB. `crossing` is
-the least that a lone request in another process costs on this machine, whatever the server.
+the lower bound of a lone request in another process on this machine, for any server.
 [When to use them](../processes.md).
 """
 
@@ -77,17 +84,18 @@ NumPy, 20 MB for each request. Server and client share the machine's cores.
 """
 
 OVERLOAD = """\
-A deployment that can answer 200 requests a second, each with a deadline of one second, is asked for
-more than that. The [overload policy](../timeouts.md#under-overload) is compared with the commit
-before it, where requests were served in order of arrival until their deadline.
+A deployment that can answer 200 requests a second gets more, each with a deadline of one second.
+The [overload policy](../timeouts.md#under-overload) is compared with the commit before it, where
+requests were served in order of arrival until their deadline.
 """
 
 BATCHING = """\
-`@serve.batch(target_latency_ms=50)` against the fixed setting that a search found best, the default
-one, and BentoML's adaptive batching with the same target: the greatest rate of which 99 % is
-answered within 50 ms, in steps of 5 %, each server climbing in turn. One model is eight layers of
-NumPy, whose time grows with its batch; the other takes 20 ms for any batch. In the rows with 10 a
-second, the latency of a lone request against that of a setting that never waits.
+`@serve.batch(target_latency_ms=50)` is compared with the best fixed setting, which a search found,
+with the default setting, and with BentoML's adaptive batching with the same target. The figure is
+the greatest rate at which 99 % of the requests are answered within 50 ms; it is found in steps of
+5 %, with all servers in turn. One model is eight layers of NumPy, whose time grows with its batch;
+the other takes 20 ms for any batch. In the rows with 10 a second, the latency of a lone request is
+compared with a setting that never waits.
 [How size and wait are chosen](../requests.md#batches-that-tune-themselves).
 """
 
@@ -144,7 +152,7 @@ def _http(found: Report) -> tuple[list[str], Charts]:
         _from(found, "make bench"),
         *_section(plain, drawn),
         "## Against itself",
-        "What more deployments, replicas or worker processes, or batching, do.",
+        "The effect of more deployments, replicas or worker processes, and of batching.",
         *_section(itself, of_itself),
         "## Before the first request",
         *_section(before, {}),

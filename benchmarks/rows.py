@@ -149,7 +149,7 @@ ROWS = (
     ),
     Row(
         "leaving",
-        "one answer, and one request whose client leaves after 2 ms; the answers count",
+        "one answer, and one request whose client leaves after 2 ms; the rate counts answers",
         STAY,
         FASTAPI_CLIENTS,
         ours("clients"),
@@ -206,7 +206,7 @@ PROCESS_ROWS = (
     ),
     Row(
         "crossing",
-        "the least: an ASGI function, in another process against in the server's; nothing of ours",
+        "lower bound: an ASGI function in another process, against the server's; without ingress",
         HELLO,
         Served("the same process", "crossing:here"),
         Served("another process", "crossing:there"),
