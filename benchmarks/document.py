@@ -96,7 +96,7 @@ the greatest rate at which 99 % of the requests are answered within 50 ms; it is
 5 %, with all servers in turn. One model is eight layers of NumPy, whose time grows with its batch;
 the other takes 20 ms for any batch. In the rows with 10 a second, the latency of a lone request is
 compared with a setting that never waits.
-[How size and wait are chosen](../requests.md#batches-that-tune-themselves).
+[How size and wait are chosen](../batching.md#batches-that-tune-themselves).
 """
 
 Pages = dict[Path, str]

@@ -130,9 +130,9 @@ def test_each_replica_has_an_engine_of_its_own(
 
 def test_a_model_is_loaded_once_and_chosen_by_the_request(program: Callable[..., Any]) -> None:
     with TestClient(program("models.md").api) as client:
-        assert client.get("/hello").json() == "en: hello"
+        assert client.get("/").json() == "en: hello"
         for language in ("de", "fr", "es", "de"):
-            found = client.get("/hello", params={"language": language})
+            found = client.get("/", params={"language": language})
             assert found.json() == f"{language}: hello"
 
 

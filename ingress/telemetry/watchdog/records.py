@@ -48,7 +48,7 @@ class StallReason(StrEnum):
 
     @property
     def cure(self) -> str:
-        """What to do about it, a sentence; empty if the reason does not tell."""
+        """A sentence that says what to do about it; empty if the reason does not tell."""
         return _CURES.get(self, "")
 
 
