@@ -63,12 +63,13 @@ def cells(result: Result) -> list[str]:
     main, figures = result.main, result.figures
     ours = figures[main]
     baseline = ratio = ""
+    spread, name = ours, main
     if result.baseline:
-        spread, name = figures[f"{main}_ratio"], f"{main}_ratio"
-        baseline = shown(main, figures[f"baseline_{main}"].median)
-        ratio = shown(name, spread.median)
-    else:
-        spread, name = ours, main
+        theirs = figures[f"baseline_{main}"].median
+        baseline = shown(main, theirs)
+        if theirs:  # a ratio to nothing says nothing
+            spread, name = figures[f"{main}_ratio"], f"{main}_ratio"
+            ratio = shown(name, spread.median)
     if spread.runs > 1:
         least, greatest = (
             shown(name, each).split()[0].removesuffix("/s")
