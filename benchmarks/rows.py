@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.apps import CHUNK, CHUNKS
+from benchmarks.apps import CHUNK, CHUNKS, PIECE, PIECES
 from benchmarks.servers import ROOT, Request, Server, ingress_run, uvicorn
 from ingress.core.base.settings import (
     ROUTER_IN_SEPARATE_LOOP,
@@ -220,6 +220,14 @@ PROCESS_ROWS = (
         Served("a thread", "ours:streams"),
         Served("ingress", "ours:process_streams"),
         connections=FEW,
+    ),
+    Row(
+        "process-download",
+        "105 MB in chunks of 64 KiB, from a process against plain FastAPI",
+        Request("/download", PIECE * PIECES),
+        FASTAPI_STREAMS,
+        Served("ingress", "ours:process_streams"),
+        connections=(1,),
     ),
     Row(
         "process-compute-2",

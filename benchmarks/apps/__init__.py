@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 CHUNKS = 100
 CHUNK = "x" * 1024
+PIECES = 1_600
+PIECE = b"x" * 65_536
 LEFT_S = 0.1
 """Duration of the answer that clients do not wait for."""
 
@@ -26,6 +28,11 @@ class Item(BaseModel):
 async def chunks() -> AsyncIterator[str]:
     for _ in range(CHUNKS):
         yield CHUNK
+
+
+async def pieces() -> AsyncIterator[bytes]:
+    for _ in range(PIECES):
+        yield PIECE
 
 
 def sync_chunks() -> Iterator[str]:

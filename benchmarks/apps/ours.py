@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import ingress as serve
-from benchmarks.apps import LEFT_S, Item, add_others, chunks, echo, named, sync_chunks
+from benchmarks.apps import LEFT_S, Item, add_others, chunks, echo, named, pieces, sync_chunks
 from benchmarks.work import compute
 
 methods_app = FastAPI()
@@ -58,6 +58,10 @@ class Streams:
     @streams_app.get("/stream", response_model=None)
     async def stream(self) -> StreamingResponse:
         return StreamingResponse(chunks())
+
+    @streams_app.get("/download", response_model=None)
+    async def download(self) -> StreamingResponse:
+        return StreamingResponse(pieces())
 
     @streams_app.get("/stream-def", response_model=None)
     def sync_stream(self) -> StreamingResponse:

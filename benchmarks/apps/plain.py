@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from benchmarks.apps import LEFT_S, Item, add_others, chunks, echo, named, sync_chunks
+from benchmarks.apps import LEFT_S, Item, add_others, chunks, echo, named, pieces, sync_chunks
 from benchmarks.work import compute
 
 # `response_model=None`: otherwise the return annotation would be a response model.
@@ -65,6 +65,11 @@ add_others(streams_app, 0, 3)
 @streams_app.get("/stream", response_model=None)
 async def stream() -> StreamingResponse:
     return StreamingResponse(chunks())
+
+
+@streams_app.get("/download", response_model=None)
+async def download() -> StreamingResponse:
+    return StreamingResponse(pieces())
 
 
 @streams_app.get("/stream-def", response_model=None)
