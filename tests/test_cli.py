@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,10 @@ def test_the_help_names_options_whole_on_80_columns(
 
     assert max(map(len, text.splitlines())) == 80
     assert "…" not in text
+    prose = [line.rstrip() for line in text.partition("╭")[0].splitlines()]
+    for line, following in pairwise(prose):
+        ends = not line or line.endswith((".", ":")) or not following
+        assert ends or "  " in line.strip() or " ingress " in line or len(line) > 60, line
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["run", "-h"], ["explain", "-h"]])

@@ -6,8 +6,10 @@ ingress` stays light.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging.config
+import re
 import sys
 import traceback
 import warnings
@@ -135,7 +137,7 @@ def explain_command(
     [bold]at 1[/bold]     where, at the other value of RAY_SERVE_RUN_SYNC_IN_THREADPOOL
     [bold]threads[/bold]  the number of these threads in each replica
 
-    [bold]event loop[/bold]    the replica's one thread: while a def runs in it, nothing else does
+    [bold]event loop[/bold]    the replica's one thread: a def there stops all else
     [bold]threadpool[/bold]    a worker thread of the replica
     [bold]AnyIO thread[/bold]  a thread for code that Starlette and FastAPI themselves run
 
@@ -307,3 +309,15 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
     except Exception:
         traceback.print_exc()
     raise typer.Exit(2)
+
+
+def _paragraph(lines: str) -> str:
+    """Return the lines of a paragraph as one, unless they are a table, a list or commands."""
+    is_prose = not re.search(r"\S {2,}\S|^( |- |\d\. |\[dim\])", lines, re.MULTILINE)
+    return lines.replace("\n", " ") if is_prose else lines
+
+
+# typer keeps the line breaks of docstrings, which are wider than many terminals.
+for info in app.registered_commands:
+    text = inspect.cleandoc((info.callback and info.callback.__doc__) or "")
+    info.help = "\n\n".join(map(_paragraph, text.split("\n\n")))
