@@ -23,6 +23,7 @@ ELSEWHERE = {
     "docs/explain.md": "test_explain.py",
     "docs/how-to/catalogue.md": "test_app_catalogue.py",
     "docs/how-to/chat.md": "test_app_chat.py",
+    "docs/how-to/database.md": "test_how_to.py",
     "docs/how-to/images.md": "test_app_images.py",
     "docs/how-to/search.md": "test_app_search.py",
     "docs/migrating.md": "test_guides.py",
