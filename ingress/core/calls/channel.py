@@ -27,6 +27,10 @@ from ingress.exceptions import StreamClosedError
 
 MAX_ITEMS = 16
 MAX_BYTES = 64 * 1024
+# Of an HTTP response: four chunks of the size that servers and files use. With 64 KiB, one chunk
+# was on its way at a time, and each cost two wake-ups: 100 MB took 150 ms of processor time, and
+# 58 ms with this.
+RESPONSE_BYTES = 256 * 1024
 YIELD_EVERY = 16  # calls: a side that never has to wait must not keep its loop
 
 T = TypeVar("T")

@@ -9,9 +9,6 @@ from ingress.core.calls.channel import MAX_BYTES, Channel
 
 WEBSOCKET_MESSAGES = 32  # in each direction
 WEBSOCKET_BYTES = 1024 * 1024
-# Four chunks of the size that servers and files use. With 64 KiB, one chunk was on its way at a
-# time, and each cost two wake-ups: 100 MB took 150 ms of processor time, and 58 ms with this.
-RESPONSE_BYTES = 256 * 1024
 
 # Close codes of a WebSocket that user code has not closed itself: RFC 6455, 7.4.1, and its
 # registry. Source of the first: Ray 2.60.0, proxy.py.

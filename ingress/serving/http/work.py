@@ -19,15 +19,10 @@ from starlette.types import Message, Scope
 
 from ingress.app.asgi import route_template
 from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
-from ingress.core.calls.channel import YIELD_EVERY, Channel
+from ingress.core.calls.channel import RESPONSE_BYTES, YIELD_EVERY, Channel
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
 from ingress.exceptions import RayServeException, StreamClosedError
-from ingress.serving.http.asgi_messages import (
-    RESPONSE_BYTES,
-    SERVICE_RESTART,
-    channel_for,
-    size_of,
-)
+from ingress.serving.http.asgi_messages import SERVICE_RESTART, channel_for, size_of
 from ingress.serving.http.reply_state import CUT
 from ingress.serving.replicas.user_code import UserCode
 

@@ -19,6 +19,7 @@ from ingress.app.asgi import route_template
 from ingress.app.asgi.chunks import parts_of
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
+from ingress.core.calls.channel import RESPONSE_BYTES
 from ingress.handle import Invocation
 from ingress.serving.processes.errors import unsendable
 from ingress.serving.processes.frames import LARGE, Content, Frames, encode, size_of_content
@@ -49,8 +50,8 @@ class HostedCall(Call):
         self.assigned_at = self.started_at
         self.number = number
         self.frames = frames
-        self.window = Window()
         self.request = work if isinstance(work, HostedRequest) else None
+        self.window = Window() if self.request is None else Window(size=RESPONSE_BYTES)
 
     def interrupt(self) -> None:
         super().interrupt()

@@ -23,7 +23,7 @@ from anyio import CancelScope
 
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call
-from ingress.core.calls.channel import MAX_ITEMS
+from ingress.core.calls.channel import MAX_ITEMS, RESPONSE_BYTES
 from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.retries import NotBegunError
 from ingress.exceptions import ReplicaUnavailableError
@@ -80,7 +80,7 @@ class RemoteWork:
         self.error: BaseException | None = None
         self._arrived: list[Any] = []  # messages of a response, or items
         self._size = 0  # of what has arrived, in bytes
-        self._taken = Taken()
+        self._taken = Taken(RESPONSE_BYTES) if kind == Kind.HTTP else Taken()
         self._waiter: asyncio.Future[None] | None = None
 
     def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:

@@ -12,9 +12,7 @@ from ingress.exceptions import StreamClosedError
 from ingress.serving.processes.frames import Frames
 from ingress.serving.processes.messages import CREDIT, Kind
 
-# Half of the window: the sender never waits for what is held back.
 _GIVEN_MESSAGES = MAX_ITEMS // 2
-_GIVEN_BYTES = MAX_BYTES // 2
 
 
 class Waiters:
@@ -83,12 +81,16 @@ class Window(Waiters):
 
 
 class Taken:
-    """The messages that a receiver has taken, and that its sender does not know of yet."""
+    """The messages that a receiver has taken, and that its sender does not know of yet.
 
-    __slots__ = ("_bytes", "_messages")
+    They are at most half of a window of `size` bytes: the sender never waits for what is held back.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_bytes", "_given_bytes", "_messages")
+
+    def __init__(self, size: int = MAX_BYTES) -> None:
         self._messages = self._bytes = 0
+        self._given_bytes = size // 2
 
     def add(self, messages: int, size: int) -> None:
         self._messages += messages
@@ -96,6 +98,6 @@ class Taken:
 
     def tell(self, frames: Frames, number: int) -> None:
         """Give the sender room, once it is worth a frame."""
-        if self._messages >= _GIVEN_MESSAGES or self._bytes >= _GIVEN_BYTES:
+        if self._messages >= _GIVEN_MESSAGES or self._bytes >= self._given_bytes:
             frames.post(Kind.CREDIT, number, CREDIT.pack(self._messages, self._bytes))
             self._messages = self._bytes = 0
