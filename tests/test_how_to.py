@@ -128,12 +128,24 @@ def test_each_replica_has_an_engine_of_its_own(
     assert len(set(loops)) == len(loops) == 2
 
 
-def test_a_model_is_loaded_once_and_chosen_by_the_request(program: Callable[..., Any]) -> None:
-    with TestClient(program("models.md").api) as client:
+def test_a_model_is_loaded_once_and_chosen_by_the_request(
+    program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = program("models.md")
+    loaded: list[str] = []
+
+    class Counted(models.Model):  # type: ignore[misc, name-defined]
+        def __init__(self, language: str) -> None:
+            loaded.append(language)
+            super().__init__(language)
+
+    monkeypatch.setattr(models, "Model", Counted)
+    with TestClient(models.api) as client:
         assert client.get("/").json() == "en: hello"
-        for language in ("de", "fr", "es", "de"):
+        for language in ("de", "de", "fr", "de", "fr"):
             found = client.get("/", params={"language": language})
             assert found.json() == f"{language}: hello"
+    assert sorted(loaded) == ["de", "en", "en", "fr"]
 
 
 def test_a_leak_is_found_at_its_line(tmp_path: Path) -> None:
@@ -151,15 +163,17 @@ def test_a_leak_is_found_at_its_line(tmp_path: Path) -> None:
         server.wait_for("is ready")
         with ThreadPoolExecutor() as pool:
             ordering = pool.submit(order)
-            found = subprocess.run(
-                [*INGRESS, "memory", "--seconds", "2", "--pid", str(server.process.pid)],
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE_S,
-                env=environment(tmp_path),
-                check=False,
-            )
-            over.set()
+            try:
+                found = subprocess.run(
+                    [*INGRESS, "memory", "--seconds", "2", "--pid", str(server.process.pid)],
+                    capture_output=True,
+                    text=True,
+                    timeout=PATIENCE_S,
+                    env=environment(tmp_path),
+                    check=False,
+                )
+            finally:
+                over.set()
             ordering.result(PATIENCE_S)
     assert "shop.py:17: self.seen.append(await request.body())" in found.stdout, found
 

@@ -336,8 +336,7 @@ def _standing(replica: ReplicaOfServer) -> list[str]:
         process = f" in process {replica['pid']}" if replica["pid"] else ""
         return [f"the event loop of {name}{process} stands for {stands_ms / 1e3:.1f} s now"]
     return [
-        f"the event loop of {name} stands for {each['ms'] / 1e3:.1f} s now{_at(each)}. "
-        f"{StallReason(each['reason']).cure}".rstrip(". ")
+        _cured(f"the event loop of {name} stands for {each['ms'] / 1e3:.1f} s now{_at(each)}", each)
         for each in replica["stalls"]
         if not each["is_over"]
     ]
@@ -367,7 +366,12 @@ def _stalled(replicas: Sequence[ReplicaOfServer]) -> list[str]:
         text += f"; up to {_count(waited, 'request', 'requests')} waited"
     if len(by_line) > 1:
         text += f"; and at {_count(len(by_line) - 1, 'other line', 'other lines')}"
-    return [f"{text}. {StallReason(longest[0][0]['reason']).cure}".rstrip(". ")]
+    return [_cured(text, longest[0][0])]
+
+
+def _cured(text: str, stall: StallOfLoop) -> str:
+    """Return the words for a stall with what to do about it, if its reason tells."""
+    return f"{text}. {StallReason(stall['reason']).cure}".rstrip(". ")
 
 
 def _at(stall: StallOfLoop) -> str:
