@@ -353,8 +353,8 @@ def test_a_response_that_is_never_begun_leaves_its_generator_closed(shape: str) 
 
     asyncio.run(application(http_scope(f"/{shape}"), asking(), send))
 
-    # The endpoint of `lines` is a generator itself, which has not begun: it has made none.
-    assert len(made) == (1 if shape == "async" else 0)
+    # The endpoint of `lines` is a generator itself, which may not have begun when the send fails.
+    assert len(made) == 1 or (shape == "lines" and not made)
     wait_until(lambda: all(each.gi_frame is None for each in made))
     wait_until(lambda: ongoing() == 0)
 
