@@ -260,7 +260,8 @@ def test_calls_that_wait_for_another_deployment_say_where_to_look(
         problems = observer.look()["problems"]
         return [each["text"] for each in problems if each["deployment"] == is_overloaded]
 
-    wait_until(texts)
+    # A look may come between the calls and the first sample of what they wait for.
+    wait_until(lambda: any("wait for Shelf" in text for text in texts()))
     [text] = texts()
     go.count_down()
     requests.join()
