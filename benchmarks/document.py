@@ -50,10 +50,10 @@ required](docs/benchmarks/README.md).
 """
 IN_PROCESS = """\
 `call` is one no-op deployment, called from an event loop in the same process; in a chain each
-deployment awaits the next. The other three have the shape of the guide's own benchmarks, on one
-machine instead of 33. `recursive` is 10 deployments x 100 replicas, each of which calls the next
-five at once: a request is 480 calls, and one run takes a minute. `ensemble` sends an input to 10
-nodes and sums their answers, 4 clients x 20 requests.
+deployment awaits the next. The other three have the shape of the benchmarks of Ray Serve's
+documentation, on one machine instead of 33. `recursive` is 10 deployments x 100 replicas, each of
+which calls the next five at once: a request is 480 calls, and one run takes a minute. `ensemble`
+sends an input to 10 nodes and sums their answers, 4 clients x 20 requests.
 """
 PEERS = """\
 The newest versions on PyPI, each in an environment of its own, with its own no-op service and its
@@ -63,10 +63,10 @@ pages count in each. In the rows with processes, both servers run user code in t
 processes, `ingress` with `isolation="process"`; *computing* takes 5 ms of Python. The HTTP server
 of mosec is written in Rust.
 
-Three rows are the guide's own, in a size that Ray Serve can have on one machine, where each replica
-is a process: the ensemble with one replica for each of its 11 deployments; `recursive` with 6
-deployments x 2 replicas, so that a request is 32 calls; and a no-op on 8 replicas. They are called
-by handle, 4 clients x 20 requests.
+Three rows are those of Ray Serve's documentation, in a size that Ray Serve can have on one machine,
+where each replica is a process: the ensemble with one replica for each of its 11 deployments;
+`recursive` with 6 deployments x 2 replicas, so that a request is 32 calls; and a no-op on 8
+replicas. They are called by handle, 4 clients x 20 requests.
 """
 
 PROCESSES = """\

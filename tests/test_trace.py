@@ -387,7 +387,6 @@ def test_ctrl_c_ends_requests_that_have_no_end(folder: Path) -> None:
 
 MISTAKES = {
     "no-module": (["nothing:app"], "there is no module 'nothing' in"),
-    "no-path": (["app:where", "/nope"], "GET /nope is not found; there is GET /sync/{item}, "),
     "no-request": (["app:where", "nope"], "'nope' is not a request; write a path"),
     "no-method": (["app:where", "FETCH /async"], "'FETCH /async' is not a request; write a path"),
     "does-not-start": (["app:failing"], "failed to start: ValueError: no model"),
@@ -405,6 +404,16 @@ def test_a_mistake_is_one_line_and_writes_nothing(folder: Path) -> None:
         assert message in line
         assert (code, out) == (1, "")
     assert [*folder.glob("*.json"), *folder.glob("*.svg")] == []
+
+
+def test_a_path_that_answers_404_is_traced_and_the_paths_that_there_are_are_named(
+    folder: Path,
+) -> None:
+    ((code, out, _),) = said_by(folder, ["trace", "app:where", "/nope", "-n", "3"])
+
+    assert code == 0
+    assert out.startswith("GET /nope: 3 x 404; there is GET /sync/{item}, ")
+    assert len(Trace((folder / "trace.json").read_text()).requests) == 3
 
 
 def test_help_tells_how_to_record_a_server_too(folder: Path) -> None:

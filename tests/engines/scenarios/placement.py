@@ -317,7 +317,7 @@ def each_method_is_warned_of_once(it: Client) -> Any:
 @scenario(
     "A `def` on the event loop",
     warned,
-    Deviation("the guide's words, with file and line", row="the warning", flags="0"),
+    Deviation("Ray Serve's words, with file and line", row="the warning", flags="0"),
 )
 def the_words_of_the_warning(it: Client) -> Any:
     return [text.partition(". ")[0] for _, text in what_was_warned_of(it)][:1]
