@@ -25,6 +25,10 @@ raise SystemExit(not any(each.is_prerelease for each in found))
 endef
 export IS_PRE_RELEASE
 
+# Where it is set, as in many container images, each of the servers that tests and benchmarks start
+# would compile every module again: a second of a processor.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: bench-batching dist docs docs-serve help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \

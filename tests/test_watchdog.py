@@ -439,6 +439,7 @@ CRUNCHING = """
 import asyncio
 import ctypes
 import re
+import time
 import ingress as serve
 from tests.servers import until
 
@@ -446,12 +447,14 @@ from tests.servers import until
 class Crunch:
     def hold(self) -> None:
         length = 20
-        while not gate.opened.is_set() and length < 32:
+        while not gate.opened.is_set():
+            began = time.monotonic()
             if sleeps:
                 ctypes.PyDLL(None).usleep(200_000)
             else:
                 re.match("(a+)+$", "a" * length + "b")
-                length += 1
+            # A match of one letter more takes twice as long.
+            length += time.monotonic() - began < 0.2
 
 @serve.deployment
 class Waits:
