@@ -587,6 +587,37 @@ def test_a_cycle_that_a_thread_breaks_while_its_requests_leave_keeps_no_room(
 
 
 @serve.deployment
+class Owner:
+    """A deployment with one model, whose owner asks for another one in calls of its own."""
+
+    @serve.multiplexed(max_num_models_per_replica=1)
+    async def model(self, model_id: str) -> str:
+        return model_id
+
+    async def asks(self) -> str:
+        return await self.model("wanted")
+
+    async def __call__(self, left: list[Any]) -> None:
+        await self.model("mine")
+        handle = serve.get_deployment_handle("Owner")
+        left.append(handle.asks.remote())  # waits for the model, too, and is awaited by no one
+        await turns()
+        await handle.asks.remote()
+
+
+def test_a_request_outside_of_a_cycle_gets_the_model_that_the_cycle_waited_for(
+    separate: str,
+) -> None:
+    handle = serve.run(bind(Owner), route_prefix=None)
+    left: list[Any] = []
+
+    with pytest.raises(RequestCycleError, match="Owner -> Owner"):
+        result(handle.remote(left))
+
+    assert result(left[0]) == "wanted"
+
+
+@serve.deployment
 class Nested:
     """A deployment with two models whose loads need a model, another one or their own."""
 

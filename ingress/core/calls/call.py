@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from contextvars import Context, ContextVar
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
@@ -361,7 +361,7 @@ class Call(Node):
         """Return the calls with the slots that this call waits for; `None` if it is not queued."""
         return None if self.queue is None else self.queue.holders(self)
 
-    def break_deadlock(self, chain: str) -> None:
+    def break_deadlock(self, chain: str, stuck: Set[Node]) -> None:
         if self.queue is not None and self.queue.withdraw(self):
             self.settle(error=RequestCycleError(self.queue.describe_deadlock(chain)))
 

@@ -38,10 +38,10 @@ class Node:
         """Return the nodes that hold the places it is queued for; `None` if it is not queued."""
         raise NotImplementedError
 
-    def break_deadlock(self, chain: str) -> None:
+    def break_deadlock(self, chain: str, stuck: Set[Node]) -> None:
         """Leave the queue, with a `RequestCycleError` that shows `chain`. Thread-safe.
 
-        No effect if the node is not queued any more.
+        `stuck` are the nodes that can never go on. No effect if the node is not queued any more.
         """
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ def check_deadlock(node: Node) -> RequestCycleError | None:
             break
     for loser, (is_queued, _) in graph.items():
         if is_queued and loser in stuck:
-            loser.break_deadlock(_chain(loser, graph, stuck))
+            loser.break_deadlock(_chain(loser, graph, stuck), stuck)
             return None
     return RequestCycleError(
         f"This call of '{node.deployment_name}' can never be answered: it waits for its own "

@@ -11,7 +11,7 @@ finds calls that would wait for each other for ever.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Set
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -266,7 +266,7 @@ class _Turn(Node):
     def holders(self) -> frozenset[Node] | None:
         return self.work.lane.holders(self)
 
-    def break_deadlock(self, chain: str) -> None:
+    def break_deadlock(self, chain: str, stuck: Set[Node]) -> None:
         self.work.lane.break_deadlock(self, chain)
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Set
 from contextvars import Context, copy_context
 from itertools import islice
 from time import monotonic
@@ -140,11 +140,12 @@ class _Model(Node):
     waiting    the calls of each request that waits for the model: one call, those of a batch and
                the batch itself, or none
     users      the calls that got the model and still run
+    stuck      if the load was failed to break a deadlock: the nodes of the deadlock
     """
 
     __slots__ = (
         "behind", "cache", "error", "gone", "has_ended", "has_room", "id", "is_leaving",
-        "lets_pass", "passed", "room", "task", "users", "value", "waiting",
+        "lets_pass", "passed", "room", "stuck", "task", "users", "value", "waiting",
     )  # fmt: skip
 
     def __init__(self, cache: _Cache, model_id: str) -> None:
@@ -157,6 +158,7 @@ class _Model(Node):
         self.task: asyncio.Task[None] | None = None
         self.waiting: list[tuple[Call, ...]] = []
         self.users: set[Call] = set()
+        self.stuck: Set[Node] = NO_NODES
         self.has_ended, self.room = asyncio.Event(), asyncio.Event()
         self.passed, self.gone = asyncio.Event(), asyncio.Event()
 
@@ -171,8 +173,8 @@ class _Model(Node):
     def holders(self) -> frozenset[Node] | None:
         return self.cache.holders(self)
 
-    def break_deadlock(self, chain: str) -> None:
-        self.cache.break_deadlock(self, chain)
+    def break_deadlock(self, chain: str, stuck: Set[Node]) -> None:
+        self.cache.break_deadlock(self, chain, stuck)
 
     def requesters(self) -> set[Call]:
         return {call for calls in self.waiting for call in calls}
@@ -258,7 +260,12 @@ class _Cache:
                 self._replica.use(model, calls)
                 return model.value
             else:
-                await self._wait_for(model, calls)
+                try:
+                    await self._wait_for(model, calls)
+                except RequestCycleError:
+                    if not model.stuck or not model.stuck.isdisjoint(calls):
+                        raise
+                    await model.gone.wait()  # others were in the deadlock: load the model anew
 
     async def _wait_for(self, model: _Model, calls: tuple[Call, ...]) -> None:
         """Wait until a model is loaded. Raises the error of the load."""
@@ -458,7 +465,7 @@ class _Cache:
         """Return the nodes of which one must end before a load has room; `None` if it has."""
         return self._waiting.get(load)
 
-    def break_deadlock(self, load: _Model, chain: str) -> None:
+    def break_deadlock(self, load: _Model, chain: str, stuck: Set[Node]) -> None:
         """Fail a load that can never have room, or let the requests behind it go on."""
         mailbox = mailbox_of(self._replica.loop)
         if load.behind:  # let those requests go on: all may wait for one of them to end
@@ -471,4 +478,5 @@ class _Cache:
                 f"model, in the cycle {chain}. Raise max_num_models_per_replica of "
                 f"{self._plan.name}, or break the cycle."
             )
+            load.stuck = stuck
             mailbox.post(load.fail, error)
