@@ -339,6 +339,14 @@ def test_figures_before_an_error_are_printed_only(capsys: pytest.CaptureFixture[
 # Reports
 
 
+def test_every_stored_result_that_is_slower_has_its_reason() -> None:
+    results = [each for found in document.read().values() for each in found.results]
+    slower = [each for each in results if document.loses(each)]
+
+    assert 0 < len(slower) < len(results)
+    assert [each.row for each in slower if each.row not in document.WHY] == []
+
+
 def test_a_target_says_whether_it_is_met() -> None:
     met, missed = pairs(ratios=(1.0,) * 5), pairs(ratios=(0.9,) * 5)
     target, p99 = targets.of(met)
