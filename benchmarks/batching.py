@@ -3,7 +3,8 @@
 Two models: one whose time grows with its batch (NumPy), and one with a fixed cost of 20 ms. Three
 arrivals: steady, bursts of 20, and slow (10 a second). The figure is the greatest rate of which
 99 % is answered within the target, in steps of 5 %. A search finds the fixed setting with the
-greatest; then each server climbs again, in turn, from the rate that it had last.
+greatest; then all servers climb again, from the rate that each had last. They take turns after each
+step of two seconds, so that a machine that grows slower does so for all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from benchmarks import command
@@ -81,13 +83,18 @@ class Served:
             low, high = (middle, high) if self.is_in_time(middle, burst) else (low, middle)
         self.place = low
 
-    def climb(self, burst: int) -> Sample:
-        """Return the greatest rate, found from the one before, and the latencies at it."""
+    def steps(self, burst: int) -> Iterator[None]:
+        """Find the greatest rate, from the one before: a step at a time."""
         self.passed.clear()
         while self.is_in_time(self.place + 1, burst):
             self.place += 1
+            yield
         while self.place not in self.passed and not self.is_in_time(self.place, burst):
             self.place = max(0, self.place - 2)
+            yield
+
+    def found(self) -> Sample:
+        """Return the greatest rate, and the latencies at it."""
         return {"requests_per_s": RATES[self.place], **latencies(self.passed[self.place])}
 
 
@@ -145,8 +152,10 @@ def in_turn(servers: Sequence[Served], burst: int, pairs: int) -> list[list[Samp
         each.search(burst)
     runs: list[list[Sample]] = [[] for _ in servers]
     for _ in range(pairs):
+        for _ in zip_longest(*(each.steps(burst) for each in servers)):
+            pass  # one step of each
         for each, mine in zip(servers, runs, strict=True):
-            mine.append(each.climb(burst))
+            mine.append(each.found())
         print(", ".join(f"{RATES[each.place]}/s" for each in servers), file=sys.stderr)
     return runs
 
