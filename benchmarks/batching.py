@@ -61,13 +61,17 @@ class Served:
         return found
 
     def is_in_time(self, place: int, burst: int) -> bool:
-        """Try a rate, and once more if it was late: the machine may have been busy."""
-        for _ in range(2):
+        """Try a rate until it was in time twice, or late twice: a trial may be lucky or not."""
+        outcomes = {True: 0, False: 0}
+        while max(outcomes.values()) < 2:
             found = self.sent(RATES[place], burst, TRIAL_S)
-            if found.share(TARGET_MS / 1e3, WARM_UP_S) >= 0.99:
+            is_in_time = found.share(TARGET_MS / 1e3, WARM_UP_S) >= 0.99
+            outcomes[is_in_time] += 1
+            if is_in_time:
                 self.passed[place] = found
-                return True
-        return False
+        if outcomes[False] == 2:
+            self.passed.pop(place, None)
+        return outcomes[True] == 2
 
     def search(self, burst: int, known: int = LOW) -> None:
         """Find the greatest rate; a server that has not more than `known` costs one try."""
