@@ -122,7 +122,7 @@ BATCH_UTILIZATION = Family(
     "ray_serve_batch_utilization_percent",
     HISTOGRAM,
     (*_REPLICA, "function_name"),
-    "The same, in percent of max_batch_size.",
+    "The same, in percent of max_batch_size or of the chosen size.",
 )
 BATCH_QUEUE = Family(
     "ray_serve_batch_queue_length",
