@@ -217,6 +217,10 @@ def test_the_access_log_has_each_request_once_with_its_route_and_its_replica(fol
     assert "/-/healthz" not in server.output
     assert (talked["route"], talked["status"]) == ("/talk", 4000)
     assert gone["status"] == 499
+    for each in (talked, gone):  # their lines are written when the rest of the request is over
+        assert each["request_id"]
+        assert (each["deployment"], each["replica"]) == ("Api", "0")
+        assert each["queue_ms"] < each["latency_ms"]
 
 
 @pytest.mark.thorough

@@ -730,3 +730,27 @@ def test_a_stream_is_a_prefix_whole_unless_cut_bounded_and_closed_once_where_it_
     assert len(plan.began) <= 1
     for place in plan.began:
         assert ("-worker-" in place) == is_sync
+
+
+def test_a_stream_that_asks_for_its_client_ends_itself_when_its_application_stops(
+    separate: str,
+) -> None:
+    app = FastAPI()
+
+    @app.get("/")
+    async def numbers(request: Request) -> StreamingResponse:
+        async def lines() -> AsyncIterator[bytes]:
+            while not await request.is_disconnected():
+                yield b"more\n"
+                await asyncio.sleep(0.01)
+            yield b"the end"
+
+        return StreamingResponse(lines())
+
+    port = served(bind(serve.deployment(name="Numbers")(serve.ingress(app)())))
+    with Connection(port) as client:
+        client.request("/")
+        client.receive_until(b"more")
+        serve.shutdown()  # cuts the streams that are left
+
+        assert client.answer().body.endswith(b"more\nthe end")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.asgi import route_template
+from ingress.core.calls.call import Call
 from ingress.core.calls.tracing import trace_id_of
 from ingress.telemetry.logs.identity import printable
 from ingress.telemetry.logs.options import ACCESS, LOGS
@@ -37,12 +38,13 @@ DENIED = 403  # the answer of servers to a WebSocket that is closed before it is
 class AccessLine:
     """One request, as its line in the access log tells of it. Its `send` for the proxy.
 
-    Owned by the HTTP loop. The proxy sets `reply` and `scope` once the request has a deployment.
+    Owned by the HTTP loop. The proxy sets `reply`, its `call` and `scope` once the request has a
+    deployment: a reply that was not sent to its end has dropped its call when the line is logged.
     """
 
     __slots__ = (
-        "__self__", "_began", "_outer", "_send", "_status", "is_logged", "queued_at", "reply",
-        "request_id", "scope",
+        "__self__", "_began", "_outer", "_send", "_status", "call", "is_logged", "queued_at",
+        "reply", "request_id", "scope",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -52,6 +54,7 @@ class AccessLine:
         self._began = monotonic()
         self._status = 0
         self.reply: Reply | None = None
+        self.call: Call | None = None
         self.scope: Scope | None = None
         self.request_id = ""
         self.queued_at = 0.0  # when it asked for a slot, if it had a body to read before
@@ -90,14 +93,14 @@ class AccessLine:
         if self.is_logged:
             return
         self.is_logged = True
-        reply = self.reply
+        reply, call = self.reply, self.call
         application = deployment = replica = route = model_id = trace_id = ""
         queue_ms = 0.0
         now = monotonic()
-        if reply is not None:
-            call, metadata = reply.call, reply.call.metadata
+        if reply is not None and call is not None:
+            metadata = call.metadata
             application, deployment = metadata.deployment.app_name, metadata.deployment.name
-            route = self._route(reply)
+            route = self._route(reply, call)
             if metadata.multiplexed_model_id:
                 model_id = printable(metadata.multiplexed_model_id)
             self.request_id = metadata.request_id
@@ -106,7 +109,8 @@ class AccessLine:
             queue_ms = max(0.0, (call.assigned_at or now) - queued_at) * 1e3
             if call.runner is not None:
                 replica = call.runner.context.replica_tag
-            self.reply = self.scope = None  # they outlive the request in the server's timers
+            # They would outlive the request in the server's timers.
+            self.reply = self.call = self.scope = None
         if not LOGS.logs_access(application, deployment) or not _logger.isEnabledFor(logging.INFO):
             return
         latency_ms = (now - self._began) * 1e3
@@ -137,18 +141,18 @@ class AccessLine:
             fields["path"] = path
         _logger.handle(record)
 
-    def _route(self, reply: Reply) -> str:
+    def _route(self, reply: Reply, call: Call) -> str:
         """Return the route, also of a request that no endpoint has seen; "" for none."""
         if self.scope is None:
             return ""
         template = route_template(self.scope) or reply.router.templates.find(self.scope)
-        return reply.call.metadata.route.rstrip("/") + template if template else ""
+        return call.metadata.route.rstrip("/") + template if template else ""
 
 
 def note_reply(send: Send, reply: Reply) -> None:
     """Tell the access line of a request, if it has one, its reply, or its next attempt's."""
     if isinstance(send, AccessLine):
-        send.reply = reply
+        send.reply, send.call = reply, reply.call
         send.scope = reply.work.scope
 
 

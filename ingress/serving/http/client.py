@@ -98,9 +98,11 @@ class Client:
             return await self._inbound.get()
         except EndOfStream:
             if self._is_http:
-                # A cancellation that was posted before comes now, and not while user code cleans
-                # up because of this message.
-                await asyncio.sleep(0)
+                if self.stop_code is None:
+                    # A cancellation that was posted before comes now, and not while user code
+                    # cleans up because of this message. An application that stops posts none yet,
+                    # and `Request.is_disconnected` sees only what comes at once.
+                    await asyncio.sleep(0)
                 return {"type": "http.disconnect"}
             assert self._goodbye is not None
             return self._goodbye
