@@ -20,7 +20,7 @@ CORE: Mapping[str, str] = {
     "remote": FUNCTION,
     "get": (
         "of a handle's response: await response, or response.result() in a thread; of a task: call "
-        "the function, in a def endpoint"
+        "the function; in an async def, await asyncio.to_thread(function, ...)"
     ),
     "put": "pass the object itself to the handle",
     "wait": "of handles' responses: asyncio.wait([asyncio.ensure_future(each) for each in ...])",
