@@ -62,19 +62,21 @@ class Served:
 
     def is_in_time(self, place: int, burst: int) -> bool:
         """Try a rate until it was in time twice, or late twice: a trial may be lucky or not."""
-        outcomes = {True: 0, False: 0}
-        while max(outcomes.values()) < 2:
+        in_time: list[Load] = []
+        late = 0
+        while len(in_time) < 2 and late < 2:
             found = self.sent(RATES[place], burst, TRIAL_S)
-            is_in_time = found.share(TARGET_MS / 1e3, WARM_UP_S) >= 0.99
-            outcomes[is_in_time] += 1
-            if is_in_time:
-                self.passed[place] = found
-        if outcomes[False] == 2:
-            self.passed.pop(place, None)
-        return outcomes[True] == 2
+            if found.share(TARGET_MS / 1e3, WARM_UP_S) >= 0.99:
+                in_time.append(found)
+            else:
+                late += 1
+        if late == 2:
+            return False
+        self.passed[place] = in_time[-1]
+        return True
 
     def search(self, burst: int, known: int = LOW) -> None:
-        """Find the greatest rate; a server that has not more than `known` costs one try."""
+        """Find the greatest rate; a server that has not more than `known` fails at once."""
         low = high = known
         while high == low and high + STRIDE < len(RATES):
             first = low + (1 if low == known else STRIDE)

@@ -14,10 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import uvicorn
-
 from ingress.observe.timeline import svg
-from tests.servers import Connection, wait_until
+from tests.servers import Connection, uvicorn_in_a_thread
 
 REQUESTS = 60
 _ROW, _TOP = 4, 66
@@ -46,22 +44,15 @@ def plain_picture(source: Path) -> str:
         runs.append(Run(threading.get_ident(), began_at, time.monotonic() - sent_at))
 
     module.time = SimpleNamespace(sleep=sleep)  # type: ignore[attr-defined]
-    server = uvicorn.Server(uvicorn.Config(module.app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    wait_until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    for _ in range(2):  # the first time starts the threads
-        with ExitStack() as stack:
-            connections = [stack.enter_context(Connection(port)) for _ in range(REQUESTS)]
-            runs.clear()
-            sent_at = time.monotonic()
-            for each in connections:
-                each.request("/score?text=good")
-            for each in connections:
-                each.receive_all()
-    server.should_exit = True
-    thread.join()
+    with uvicorn_in_a_thread(module.app, {}) as port:
+        for _ in range(2):  # the first time starts the threads
+            with ExitStack() as stack:
+                connections = [stack.enter_context(Connection(port)) for _ in range(REQUESTS)]
+                runs.clear()
+                sent_at = time.monotonic()
+                for each in connections:
+                    each.request("/score?text=good")
+                assert {each.answer().status for each in connections} == {200}
     return _drawn(sorted(runs, key=lambda run: run.began_at))
 
 

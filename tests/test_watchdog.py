@@ -636,6 +636,7 @@ def test_loops_come_and_go_in_many_threads_and_one_thread_watches_them(gate: Gat
 def test_a_loop_that_is_closed_without_a_word_is_let_go_of() -> None:
     home = EventLoopThread("closed")
     WATCHDOG.watch(home.loop, Owner("closed"), 0.01)
+    assert watchdogs()
     home.stop(PATIENCE_S)
 
     wait_until(lambda: not watchdogs())
