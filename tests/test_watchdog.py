@@ -885,6 +885,34 @@ def test_loops_of_asyncio_in_threads_of_ours_are_watched(tmp_path: Path) -> None
         assert child.output.splitlines()[-1] == "Model.blocking 13"
 
 
+NAPPING = """
+import asyncio
+import time
+import ingress as serve
+
+@serve.deployment
+class Model:
+    async def nap(self) -> list[serve.Stall]:
+        time.sleep(0.2)  # the nap
+        for _ in range(3):  # turns of the loop, in less time than the watchdog's next look
+            await asyncio.sleep(0)
+        return [stall for stall in serve.stalls() if stall.method == "Model.nap"]
+
+model = Model.bind()
+"""
+
+
+def test_a_stall_is_there_when_its_loop_has_just_turned_again(user_module: Load) -> None:
+    """It is counted once, before the watchdog has judged it and after that."""
+    module = user_module(NAPPING)
+    handle = serve.run(module.model, route_prefix=None)
+
+    for number in range(1, 6):
+        stalls = handle.nap.remote().result()
+        assert [stall.place.line for stall in stalls] == [line_of(module, "the nap")[1]] * number
+        assert len({stall.began_at_s for stall in stalls}) == number
+
+
 STARTS_AND_LOOKS = """
 import gc, sys, threading, time
 from ingress.telemetry.watchdog.stacks import current_frames

@@ -80,7 +80,8 @@ class Runner:
 class LoopProbe:
     """One watched loop. `_beat` runs on that loop, all else in the watchdog's thread.
 
-    While a heartbeat is unanswered, `asked_at` is the time when it was sent, by `monotonic`.
+    While a heartbeat is unanswered, `asked_at` is the time when it was sent, by `monotonic`, and
+    `began_at_s` that in Unix time.
     `clocks` are the run times of the threads at that time. `samples` and `waited` were collected
     since. `starved_s` is the time in which the watchdog itself waited for the GIL, `scarce_s` that
     in which it had no processor. `processors` are the waits of the loop's thread at the first
@@ -93,6 +94,7 @@ class LoopProbe:
         "answered_at",
         "asked_at",
         "beats",
+        "began_at_s",
         "clocks",
         "loop",
         "owners",
@@ -114,6 +116,7 @@ class LoopProbe:
         # Known from the start, because the first heartbeat may not be answered.
         self.thread_id = threading.get_ident() if running_loop() is loop else 0
         self.beats = 0  # answered so far
+        self.began_at_s = 0.0
         self.asked_at: float | None = None
         self.answered_at: float | None = None
         self._mailbox = mailbox_of(loop)
@@ -141,6 +144,7 @@ class LoopProbe:
     def ask(self) -> None:
         """Send a heartbeat."""
         self.answered_at = None
+        self.began_at_s = time()
         self.asked_at = monotonic()
         self._mailbox.post(self._beat)
 
@@ -155,6 +159,7 @@ class LoopProbe:
         if self.answered_at is not None:
             self.asked_at = None
         elif self.asked_at is not None:
+            self.began_at_s = time()
             self.asked_at = now
 
     def see(self, frame: FrameType | None) -> None:
@@ -221,9 +226,8 @@ class LoopProbe:
         if replica is not None and name != str(replica.replica_id):
             name = f"{replica.replica_id} ({name})"
         ids = dict.fromkeys(one for each in same for one in each.request_ids)
-        asked_at = self.asked_at  # read once: the watchdog may clear it while another thread judges
         stall = Stall(
-            began_at_s=time() - (took_s if asked_at is None else monotonic() - asked_at),
+            began_at_s=time() - took_s if self.asked_at is None else self.began_at_s,
             duration_ms=took_s * 1e3,
             reason=reason,
             loop=name,

@@ -115,14 +115,22 @@ class Watchdog:
 
     def own_stalls(self) -> list[Stall]:
         """Return those of this process: no stalls of replicas in child processes."""
-        found = [*self._log.recent.copy()]
+        current = []
         for probe in list(self._loops.values()):
-            if (asked_at := probe.asked_at) is not None and probe.answered_at is None:
-                stood_s = monotonic() - asked_at
-                if stood_s >= self._threshold_s:
-                    stall, _ = probe.judge(stood_s, [], is_over=False)
-                    found += [stall] if stall is not None else []
-        return found
+            # Race with the watchdog, which keeps a stall before it clears `asked_at`: this looks at
+            # the loop first, at the kept stalls then, and drops what it has seen twice. A stall
+            # whose loop has answered counts here as current, until the watchdog has judged it.
+            asked_at, answered_at = probe.asked_at, probe.answered_at
+            if asked_at is None:
+                continue
+            stood_s = (monotonic() if answered_at is None else answered_at) - asked_at
+            if stood_s >= self._threshold_s:
+                stall, _ = probe.judge(stood_s, [], is_over=False)
+                if stall is not None and probe.asked_at == asked_at:
+                    current.append(stall)
+        found = [*self._log.recent.copy()]
+        kept = {each.began_at_s for each in found}
+        return found + [each for each in current if each.began_at_s not in kept]
 
     def note(self, stalls: list[Stall]) -> None:
         """Add stalls of another process, which has logged them. Thread-safe."""
