@@ -135,7 +135,7 @@ bench-free-threading: .venv/.test ## Measure Python without the GIL against the 
 bench-overload: .venv/.test ## Goodput under overload, against another checkout: BEFORE=PATH
 	@$(BIN)/python -m benchmarks.overload --before $(BEFORE) $(ARGS)
 
-bench-batching: .venv/.test .venv-peers/bentoml/.made ## Batches that tune themselves, the best fixed setting, BentoML: 25 minutes
+bench-batching: .venv/.test .venv-peers/bentoml/.made ## Batches that tune themselves, the best fixed setting, BentoML: 1 hour
 	@$(BIN)/python -m benchmarks.batching $(ARGS)
 
 dist: ## Build wheel and sdist, check them, and serve with the wheel on each Python: 2 minutes
