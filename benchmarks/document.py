@@ -57,8 +57,8 @@ WHY = {
     "replicas-8": "a request switches threads 3 times instead of 0.2, each with the GIL",
     "workers-2": "two computing workers and the client share two cores; 1.96 in the run before",
     "import": (
-        "ingress is imported, besides FastAPI; with it comes one more full garbage collection, 0.4 "
-        "of the difference"
+        "ingress is imported, besides FastAPI; garbage collections, one of them full, take 0.4 of "
+        "the difference"
     ),
     "start": "ingress is imported, and its control threads start",
     "memory": "the code of ingress and its control threads",
@@ -71,8 +71,8 @@ WHY = {
     "process-compute-2": f"{_CORES}: two children alone would take both",
     "process call": "each call is written and read twice; a lone one wakes six sleeping threads",
     "batches, fixed cost": (
-        "0.95 is one step of 5 %; with either setting p99 is 46 to 52 ms at each rate from 815 to "
-        "1,780/s, so that chance decides where it crosses 50"
+        "0.95 is one step of 5 %; with either setting the median of p99 was 41 to 52 ms at the "
+        "rates that were tried, 815 to 1,780/s: chance decides where it crosses 50"
     ),
     "no-op": "CPython without the GIL takes more processor time for a no-op",
     "def, 5 ms, against mosec, 2 processes": "both cores compute all the time in either",

@@ -81,11 +81,10 @@ class LoopProbe:
     """One watched loop. `_beat` runs on that loop, all else in the watchdog's thread.
 
     While a heartbeat is unanswered, `asked_at` is the time when it was sent, by `monotonic`, and
-    `began_at_s` that in Unix time.
-    `clocks` are the run times of the threads at that time. `samples` and `waited` were collected
-    since. `starved_s` is the time in which the watchdog itself waited for the GIL, `scarce_s` that
-    in which it had no processor. `processors` are the waits of the loop's thread at the first
-    sample.
+    `began_at_s` the same in Unix time. `clocks` are the run times of the threads at that time.
+    `samples` and `waited` were collected since. `starved_s` is the time in which the watchdog
+    itself waited for the GIL, `scarce_s` that in which it had no processor. `processors` are the
+    waits of the loop's thread at the first sample.
     """
 
     __slots__ = (
