@@ -97,17 +97,19 @@ class ReplicaRuntime:
     """The parts of a replica that the code running in it needs. `public` is what user code gets.
 
     The fields: the user's instance, the replica's ASGI app and its lifespan, the plan of each
-    callable of that app, the user loop, the function that makes plans, the running batches, the
-    limits that `set_max_batch_size` and similar methods set on this replica, the number of batches
-    of each function, the queues of batches, what was learned for `target_latency_ms`, the models
-    that `@multiplexed` methods loaded, and its place in the deployment, `None` on Ray.
+    callable of that app, its dependencies, the user loop, the function that makes plans, the
+    running batches, the limits that `set_max_batch_size` and similar methods set on this replica,
+    the number of batches of each function, the queues of batches, what was learned for
+    `target_latency_ms`, the models that `@multiplexed` methods loaded, and its place in the
+    deployment, `None` on Ray.
     """
 
     replica_id: ReplicaID
     servable_object: Any = None
     asgi_app: Any = None
     lifespan: AppLifespan | None = None
-    plans: dict[Callable[..., object], ExecutionPlan] = field(default_factory=dict)
+    plans: dict[Any, ExecutionPlan] = field(default_factory=dict)
+    dependencies: Any = None
     loop: asyncio.AbstractEventLoop | None = None
     make_plan: Callable[[Callable[..., object], Role], ExecutionPlan] | None = None
     batches: dict[asyncio.Task[None], Call] = field(default_factory=dict)

@@ -19,8 +19,9 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
+from ingress.app.asgi.dependencies import Dependencies
 from ingress.app.asgi.guard import Guard, guarded
-from ingress.app.asgi.methods import Methods, Target
+from ingress.app.asgi.methods import Methods, Target, classes_of
 from ingress.app.asgi.parts import Part, app_parts
 from ingress.app.asgi.responses import error_response, refusal
 from ingress.app.asgi.route_index import RouteIndex
@@ -28,12 +29,12 @@ from ingress.app.asgi.routes import (
     RouteInfo,
     RouteTree,
     check_routes,
-    rebased,
     route_infos,
     routers,
 )
 from ingress.app.asgi.unserved_routes import warn_of_routes_not_served
 from ingress.app.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
+from ingress.app.asgi.wrapped import is_alike, put_around, rebased
 from ingress.core.execution.other_loop import is_noted, note_other_loop
 from ingress.exceptions import CALL_ERRORS, RayServeException
 
@@ -59,6 +60,7 @@ class BoundRoutes:
         "_router",
         "_webhooks",
         "app",
+        "dependencies",
         "infos",
         "routers",
         "seen",
@@ -68,6 +70,7 @@ class BoundRoutes:
     def __init__(self, app: ASGIApp, cls: type, declared: APIRouter | None = None) -> None:
         self.app = app
         self.targets: list[Target] = []
+        self.dependencies: Dependencies | None = None
         self.infos: list[RouteInfo] = []
         self._cls = cls
         self._declared = declared
@@ -80,7 +83,7 @@ class BoundRoutes:
         if not isinstance(app, Starlette):
             return
         methods = Methods(cls)
-        tree = RouteTree(methods)
+        tree = RouteTree(methods, classes_of(app if declared is None else declared))
         with APPS_LOCK:
             # Before the routes are cloned: a route that comes meanwhile is then found later.
             self.routers = routers(app.router)
@@ -91,7 +94,7 @@ class BoundRoutes:
             if isinstance(app, FastAPI):
                 self._webhooks = tree.clone(app.webhooks)
             warn_of_routes_not_served(app if declared is None else declared, cls, tree)
-        self.targets = tree.targets
+        self.targets, self.dependencies = tree.targets, tree.dependencies
         self.infos = list(route_infos(self._router.routes))
 
     def current(self) -> BoundRoutes:
@@ -149,7 +152,7 @@ class BoundRoutes:
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app, with their roles in `execution`."""
-        return app_parts(self.app, self._router, self.targets)
+        return app_parts(self.app, self._router)
 
     def openapi(self) -> dict[str, Any]:
         """Return the schema. Raises `TypeError` if the app is not a FastAPI."""
@@ -239,7 +242,16 @@ def _with_own_docs(clone: Any) -> list[BaseRoute]:
     clone.router.routes = []
     clone.setup()
     own = {_identity(route): route for route in clone.router.routes}
-    return [own.get(_identity(route), route) for route in routes]
+    return [_renewed(route, own.get(_identity(route))) for route in routes]
+
+
+def _renewed(route: Any, new: Any) -> BaseRoute:
+    """Return the new documentation route, with the layers that user code put around the old one."""
+    if new is not None and not is_alike(route.app, made := new.app):
+        kept = put_around(route.app, lambda app: made if is_alike(app, made) else None)
+        new.app = route.app if kept is None else kept
+    renewed: BaseRoute = new or route
+    return renewed
 
 
 def _identity(route: BaseRoute) -> tuple[Any, ...]:

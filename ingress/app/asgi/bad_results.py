@@ -28,8 +28,8 @@ from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
-from ingress.app.asgi.compat import Dependant, serialize_response
-from ingress.app.asgi.dependencies import Lifted
+from ingress.app.asgi.compat import serialize_response
+from ingress.app.asgi.dependencies import functions_of
 from ingress.app.asgi.methods import GENERATORS
 from ingress.core.execution.execution import code_of, kind, name_of
 from ingress.core.execution.mistakes import is_users, last_line
@@ -69,8 +69,8 @@ def explain(error: BaseException, func: Callable[..., object] | None, scope: Sco
 def endpoint_of(scope: Scope) -> Callable[..., object] | None:
     """Return the user's endpoint that the request was routed to, `None` if there is none."""
     endpoint = scope.get("endpoint")
-    func: Callable[..., object] | None = getattr(endpoint, "__ingress_func__", endpoint)
-    return func
+    target = getattr(endpoint, "__ingress_target__", None)
+    return endpoint if target is None else target.func
 
 
 def _sentence(error: Exception, func: Callable[..., object] | None, scope: Scope) -> str:
@@ -198,21 +198,11 @@ def _awaitable(func: Callable[..., object] | None, scope: Scope, what: str) -> s
     line = _line(func, _unawaited)
     source = ""
     dependant = None if line else getattr(scope.get("route"), "dependant", None)
-    for each in [] if dependant is None else _dependencies(dependant):
+    for each in [] if dependant is None else functions_of(dependant):
         # The awaitable that a `def` returns is awaited for it.
         if kind(each).is_async and (made_at := _line(each, _unawaited)):
             source, advice = f", from {name_of(each)}{_place(each, made_at)}", "write `await` there"
     return f"{_where(func, line or _line(func, _returns))} {what}{source}; {advice}"
-
-
-def _dependencies(dependant: Dependant) -> Iterator[Callable[..., object]]:
-    for each in dependant.dependencies:
-        yield from _dependencies(each)
-        call: object = each.call
-        if isinstance(call, Lifted):
-            yield call.func
-        elif callable(call):
-            yield call
 
 
 # Lines.

@@ -57,10 +57,14 @@ require(
         "fastapi.datastructures:DefaultPlaceholder",
         "fastapi.dependencies.models:Dependant.call",
         "fastapi.dependencies.models:Dependant.dependencies",
+        "fastapi.dependencies.models:Dependant.name",
         "fastapi.dependencies.models:Dependant.query_params",
+        "fastapi.dependencies.utils:get_dependant(get_dependant)",
+        "fastapi.dependencies.utils:get_parameterless_sub_dependant(get_dependant)",
         "fastapi.dependencies.utils:get_typed_return_annotation",
         "fastapi.dependencies.utils:get_typed_signature",
         "fastapi.dependencies.utils:request_params_to_args",
+        "fastapi.dependencies.utils:solve_dependencies(get_dependant)",
         "fastapi.dependencies.utils:solve_dependencies(request_params_to_args)",
     ),
 )
@@ -68,6 +72,7 @@ require(
 from fastapi.datastructures import Default, DefaultPlaceholder  # noqa: E402 - after the check
 from fastapi.dependencies.models import Dependant  # noqa: E402
 from fastapi.dependencies.utils import (  # noqa: E402
+    get_dependant,
     get_typed_return_annotation,
     get_typed_signature,
     request_params_to_args,
@@ -114,6 +119,7 @@ __all__ = [
     "native_telemetry",
     "normalize_non_finite_floats",
     "ping_interval_s",
+    "read_dependants_by",
     "read_parameters_by",
     "request_body_to_args",
     "request_params_to_args",
@@ -121,6 +127,7 @@ __all__ = [
     "request_with_body",
     "routing",
     "serialize_response",
+    "solve_dependencies",
     "waiting_for_threads",
     "warn_if_not_compiled",
     "why_not_compiled",
@@ -218,11 +225,11 @@ serialize_response: Callable[..., Awaitable[object]] = _since(
 is_body_allowed_for_status_code: Callable[[int | str | None], bool] = _since(
     (0, 133), "fastapi.utils:is_body_allowed_for_status_code"
 )
-get_dependant: Callable[..., Dependant] = _since(
-    (0, 133), "fastapi.dependencies.utils:get_dependant"
-)
 request_body_to_args: Callable[..., Awaitable[tuple[dict[str, object], list[object]]]] = _since(
     (0, 133), "fastapi.dependencies.utils:request_body_to_args"
+)
+solve_dependencies: Callable[..., Awaitable[Any]] = _since(
+    (0, 133), "fastapi.dependencies.utils:solve_dependencies"
 )
 _context_of: Callable[[Scope], object] | None = _since(
     (0, 137), "fastapi.routing:_get_scope_effective_route_context"
@@ -327,6 +334,12 @@ def read_parameters_by(func: Callable[..., tuple[dict[str, object], list[object]
     their parameters with it too.
     """
     fastapi.dependencies.utils.request_params_to_args = func
+
+
+def read_dependants_by(func: Callable[..., Dependant]) -> None:
+    """Have FastAPI call `func` in the place of `get_dependant`, also from within it."""
+    fastapi.dependencies.utils.get_dependant = func
+    vars(routing)["get_dependant"] = func
 
 
 def ping_interval_s() -> float:

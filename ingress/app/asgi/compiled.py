@@ -39,8 +39,9 @@ from ingress.app.asgi.compat import (
     wrap_app_handling_exceptions,
 )
 from ingress.app.asgi.rendering import encoder, makes_events, renderer
-from ingress.app.asgi.steps import Shared, Steps, require
+from ingress.app.asgi.steps import Overridden, Progress, Shared, Steps, require
 from ingress.app.asgi.streams import is_stream, stream_renderer, values_for_stream
+from ingress.app.asgi.wrapped import is_fastapis
 
 _ABSENT = object()
 _IS_JSON = (b"content-type", b"application/json")
@@ -56,13 +57,15 @@ class CompiledRoute:
     Raises `Unfit` if FastAPI must answer the route.
     """
 
-    __slots__ = ("_encode", "_full", "_overridden", "_reads_body", "_render", "_steps")
+    __slots__ = ("_encode", "_full", "_overridden", "_provider", "_reads_body", "_render", "_steps")
 
     def __init__(self, route: Any) -> None:
         _check(route)
         streams = is_stream(route)
         self._full: ASGIApp = route.app
-        self._overridden: Any = route.dependency_overrides_provider
+        provider: Any = route.dependency_overrides_provider
+        self._provider = provider
+        self._overridden: Any = getattr(provider, "users", provider)
         self._reads_body = route.body_field is not None
         self._steps = steps = Steps(
             route.dependant,
@@ -100,6 +103,7 @@ class CompiledRoute:
         if steps.takes_request:
             return await enter(self._handled(None, first, body), scope, receive, send)
         has_started = False
+        shared = Shared(None) if steps.takes_shared else None
 
         def watched(message: Message) -> Awaitable[None]:
             nonlocal has_started
@@ -107,8 +111,9 @@ class CompiledRoute:
             return send(message)
 
         try:
-            shared = Shared(None) if steps.takes_shared else None
-            result = await (steps.bare() if steps.bare else steps.run(scope, body, shared))
+            result = await (
+                steps.bare() if steps.bare else steps.run(scope, body, shared, self._provider)
+            )
             if self._encode is not None and not isinstance(result, Response):
                 content = self._encode(scope, result)
                 headers = [(b"content-length", b"%d" % len(content)), _IS_JSON]
@@ -118,6 +123,8 @@ class CompiledRoute:
             rest: ASGIApp = await self._render(scope, result, shared)
             if type(rest).__call__ in _WITHOUT_SCOPE:
                 return await rest(scope, receive, watched)
+        except Overridden as error:
+            rest = self._in_stacks(None, first, body, shared, error.progress)
         except BaseException as error:
             rest = _raising(error, has_started=has_started)
         # The user's handlers run after the start of a response, too, but cannot answer any more.
@@ -129,22 +136,36 @@ class CompiledRoute:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             request = _request(scope, receive, send, first, body)
-            answer = rest or self._in_stacks(request, body)
+            answer = rest or self._in_stacks(request, first, body)
             await wrap_app_handling_exceptions(answer, request)(scope, receive, send)
 
         return app
 
-    def _in_stacks(self, request: Request, body: Any) -> ASGIApp:
+    def _in_stacks(
+        self,
+        request: Request | None,
+        first: Message,
+        body: Any,
+        begun: Shared | None = None,
+        progress: Progress | None = None,
+    ) -> ASGIApp:
         # User code that gets the request may use FastAPI's exit stacks in its scope.
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with AsyncExitStack() as scope[REQUEST_STACK]:
                 async with AsyncExitStack() as scope[FUNCTION_STACK]:
-                    shared = Shared(request)
-                    result = await self._steps.run(scope, body, shared)
+                    shared = begun or Shared(None)
+                    shared.request = request or _request(scope, receive, send, first, body)
+                    result = await self._run(scope, body, shared, progress)
                     response = await self._render(scope, result, shared)
                 await response(scope, receive, send)
 
         return answer
+
+    async def _run(self, scope: Scope, body: Any, shared: Shared, progress: Progress | None) -> Any:
+        try:
+            return await self._steps.run(scope, body, shared, self._provider, progress)
+        except Overridden as error:
+            return await self._steps.run(scope, body, shared, self._provider, error.progress)
 
 
 def _check(route: Any) -> None:
@@ -152,6 +173,7 @@ def _check(route: Any) -> None:
     require(not why_not_compiled())
     # Not a class of the user's, which may have wrapped or replaced its app.
     require(type(original).__init__ is APIRoute.__init__)
+    require(is_fastapis(route.app, route.dependant))
     cls = getattr(original, "__ingress_base__", type(original))
     require(cls.get_route_handler is APIRoute.get_route_handler)
     # Nor functions of FastAPI that a tracer has replaced.

@@ -1,11 +1,15 @@
 """The callables of `Depends(...)`, run in the replica's own threads and bound to its instance.
 
     callable                                becomes
-    `def`, a class, an object with a        a `LiftedFunction`: runs by the replica's plan
+    `def`, a class, an object with a        a `Planned`: runs by the replica's plan
       `def __call__`
     a method of the deployment's class      the same; with `yield`, its `self` is bound
-    a `def` with `yield` and `@method`      a `LiftedPlacedGenerator`: entered and left as planned
+    a `def` with `yield` and `@method`      a `PlannedGenerator`: entered and left as planned
     `async def`, `yield`, a security scheme left to FastAPI
+
+FastAPI analyses each dependency with its own `get_dependant`, in whose place `_read` stands: while
+a deployment's routes are bound, it has FastAPI analyse the replacement. FastAPI also applies the
+user's `app.dependency_overrides` itself, which `Overrides` shows it with replacements as values.
 
 FastAPI would run a plain `def` dependency with AnyIO. On a loop outside of the main thread, AnyIO's
 switch to a thread costs as much as the rest of the request.
@@ -13,78 +17,80 @@ switch to a thread costs as much as the rest of the request.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Annotated, get_args, get_origin
+from typing import Any
 
-from fastapi import params
 from fastapi.security.base import SecurityBase
 
-from ingress.app.asgi.compat import Dependant, get_typed_signature
-from ingress.app.asgi.methods import Methods, Target, kind_for_fastapi
+from ingress.app.asgi.compat import Dependant, get_dependant, read_dependants_by
+from ingress.app.asgi.methods import Methods, Target, kind_for_fastapi, plain
 from ingress.context import REPLICA
-from ingress.core.base.signatures import signature_of
-from ingress.core.execution.execution import Kind, override_of
+from ingress.core.execution.execution import Kind, name_of, override_of
 
 
 class Lifted:
-    """A replacement of a dependency, equal to the original.
+    """A replacement of a dependency, for one place in the tree.
 
-    Equality makes the user's `app.dependency_overrides`, whose keys are the originals, apply to the
-    replacement, and makes both one dependency in FastAPI's cache of a request. `__signature__` is
-    for FastAPI, which analyses a dependency again at each request once there are overrides.
+    It is equal to the original, because FastAPI's cache of a request compares by equality.
     """
 
+    is_planned = False
+
     def __init__(
-        self, original: Callable[..., object], target: Target, signature: inspect.Signature
+        self, original: Callable[..., object], target: Target, owner: Dependencies
     ) -> None:
-        self._original = original
-        self._target = target
-        self.func = target.func
-        self.__signature__ = signature
+        self.original = original
+        self.target = target
+        self.owner = owner
+        self.__signature__ = target.signature
         self.__name__ = getattr(original, "__name__", type(original).__name__)
         self.__qualname__ = getattr(original, "__qualname__", type(original).__qualname__)
-        self.__module__ = original.__module__
+        self.__module__ = getattr(original, "__module__", type(original).__module__)
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._original == (other._original if isinstance(other, Lifted) else other))
+        other = original_of(other)
+        return self.original is other or bool(self.original == other)
 
     def __hash__(self) -> int:
-        return hash(self._original)
+        return hash(self.original)
 
     def __repr__(self) -> str:
-        return repr(self._original)
+        return repr(self.original)
 
 
-class LiftedFunction(Lifted):
+class Planned(Lifted):
     """A function, run by the current replica's plan."""
 
-    async def __call__(self, **values: object) -> object:
-        return await REPLICA.get().plans[self.func].run(**values)
+    is_planned = True
+
+    async def __call__(self, /, **values: object) -> object:
+        return await REPLICA.get().plans[self.target].run(**values)
 
 
-class LiftedGenerator(Lifted):
+class BoundGenerator(Lifted):
     """A method with `yield`, bound to the current replica's instance and run by FastAPI.
 
     A plan's stream cannot run it, because an exception of the endpoint must be raised at the user's
     `yield`.
     """
 
-    def __call__(self, **values: object) -> Generator[object, None, None]:
-        bound = self._target.bound_to(REPLICA.get().servable_object)
+    def __call__(self, /, **values: object) -> Generator[object, None, None]:
+        bound = self.target.bound_to(REPLICA.get().servable_object)
         with contextmanager(bound)(**values) as value:
             yield value
 
 
-class LiftedPlacedGenerator(Lifted):
+class PlannedGenerator(Lifted):
     """A `def` with `yield` and `@serve.method`: both halves run where `@serve.method` says."""
 
-    async def __call__(self, **values: object) -> AsyncGenerator[object, None]:
-        plan = REPLICA.get().plans[self.func]
+    is_planned = True
+
+    async def __call__(self, /, **values: object) -> AsyncGenerator[object, None]:
+        plan = REPLICA.get().plans[self.target]
         manager = contextmanager(plan.func)(**values)
         value = await plan.run_part(manager.__enter__)
         try:
@@ -98,90 +104,187 @@ class LiftedPlacedGenerator(Lifted):
             await plan.run_part(partial(manager.__exit__, None, None, None), is_cleanup=True)
 
 
-class LiftedAsyncGenerator(Lifted):
-    """As `LiftedGenerator`, for `async def`."""
+class BoundAsyncGenerator(Lifted):
+    """As `BoundGenerator`, for `async def`."""
 
-    async def __call__(self, **values: object) -> AsyncGenerator[object, None]:
-        bound = self._target.bound_to(REPLICA.get().servable_object)
+    async def __call__(self, /, **values: object) -> AsyncGenerator[object, None]:
+        bound = self.target.bound_to(REPLICA.get().servable_object)
         async with asynccontextmanager(bound)(**values) as value:
             yield value
 
 
-_UNPLANNED: dict[Kind, type[LiftedGenerator | LiftedAsyncGenerator]] = {
-    Kind.GENERATOR: LiftedGenerator,
-    Kind.ASYNC_GENERATOR: LiftedAsyncGenerator,
-}
-
-
-@dataclasses.dataclass(eq=False)
 class Dependencies:
-    """The lifted dependencies of a deployment's routes; a replica makes plans for `targets`."""
+    """The lifted dependencies of a deployment's routes; a replica makes plans for `targets`.
 
-    _methods: Methods
-    _lifted: dict[Callable[..., object], Callable[..., object]] = dataclasses.field(
-        default_factory=dict
-    )
-    targets: list[Target] = dataclasses.field(default_factory=list)
+    By identity: equal callables are one dependency within a request only.
+    """
 
-    def lift(self, dependant: Dependant) -> None:
-        """Replace the callables of the dependant's dependencies, at any depth."""
-        dependant.dependencies[:] = [self._replaced(each) for each in dependant.dependencies]
+    __slots__ = ("_lifted", "_providers", "methods", "targets")
 
-    def _replaced(self, dependant: Dependant) -> Dependant:
-        self.lift(dependant)
-        assert dependant.call is not None  # for types
-        call = self._call(dependant.call)
-        if call is dependant.call:
-            return dependant
-        known = signature_of(call).parameters
-        return dataclasses.replace(  # a copy: older FastAPIs cache results of `call`
-            dependant,
-            call=call,
-            query_params=[field for field in dependant.query_params if field.name in known],
-        )
+    def __init__(self, methods: Methods) -> None:
+        self.methods = methods
+        self.targets: list[Target] = []
+        self._lifted: dict[int, tuple[Any, Any]] = {}
+        self._providers: dict[int, Overrides] = {}
 
-    def _call(self, original: Callable[..., object]) -> Callable[..., object]:
-        if original not in self._lifted:
-            self._lifted[original] = self._make(original)
-        return self._lifted[original]
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Have FastAPI analyse the replacements in the current context."""
+        token = _READING.set(self)
+        try:
+            yield
+        finally:
+            _READING.reset(token)
 
-    def _make(self, original: Callable[..., object]) -> Callable[..., object]:
-        target = self._methods.target(original)
-        kind = kind_for_fastapi(target.func)
-        is_method = target.descriptor is not None
-        is_placed = kind is Kind.GENERATOR and override_of(target.func) is not None
-        is_lifted = is_method or is_placed or kind is Kind.FUNCTION
-        if not is_lifted or isinstance(original, SecurityBase):
-            return original
-        signature = self._signature(original, skip_first=target.takes_self)
-        if is_placed or kind not in _UNPLANNED:
-            self.targets.append(target)
-        lifted: Callable[..., Callable[..., object]]
-        lifted = LiftedPlacedGenerator if is_placed else _UNPLANNED.get(kind, LiftedFunction)
-        return lifted(original, target, signature)
+    def lifted(self, call: Any) -> Any:
+        """Return the replacement of `call`, one for all places in the routes."""
+        if isinstance(call, Lifted):
+            return call
+        call = plain(call)
+        known = self._lifted.get(id(call))
+        if known is None:
+            made = self.replaced(call)
+            known = self._lifted[id(call)] = call, made
+            if isinstance(made, Lifted) and made.is_planned:
+                self.targets.append(made.target)
+        return known[1]
 
-    def _signature(self, original: Callable[..., object], *, skip_first: bool) -> inspect.Signature:
-        parameters = get_typed_signature(original).parameters.values()
-        return inspect.Signature(
-            [self._parameter(each) for each in list(parameters)[1 if skip_first else 0 :]]
-        )
+    def replaced(self, call: Any) -> Any:
+        """Return a replacement of `call`, or `call` if FastAPI may run it.
 
-    def _parameter(self, parameter: inspect.Parameter) -> inspect.Parameter:
-        """Return the parameter with the callable of its `Depends` lifted.
-
-        A `Depends` in an `Annotated` becomes a default, which is equivalent for FastAPI: `typing`
-        caches one `Annotated` for equal arguments, so a new one would have the original. The
-        parameter becomes keyword-only, so that a default may precede a parameter without one.
+        Raises `TypeError` if FastAPI would ask the client for its `self`.
         """
-        parameter = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        annotated, *metadata = (
-            get_args(parameter.annotation)
-            if get_origin(parameter.annotation) is Annotated
-            else (parameter.annotation,)
-        )
-        for value in (parameter.default, *metadata):
-            if isinstance(value, params.Depends) and value.dependency is not None:
-                lifted = copy.copy(value)
-                object.__setattr__(lifted, "dependency", self._call(value.dependency))  # frozen
-                return parameter.replace(annotation=annotated, default=lifted)
-        return parameter
+        if isinstance(call, Lifted) or hasattr(call, "__ingress_target__") or _is_security(call):
+            return call
+        call = plain(call)
+        target = self.methods.target(call)
+        kind = kind_for_fastapi(target.func)
+        made: type[Lifted] = Planned
+        if kind is Kind.GENERATOR and override_of(target.func) is not None:
+            made = PlannedGenerator
+        elif kind is not Kind.FUNCTION and target.func is call and not self.methods.owns(call):
+            return call
+        elif kind in _GENERATORS:
+            made = _GENERATORS[kind]
+        return made(call, target, self)
+
+    def overrides(self, provider: Any) -> Any:
+        """Return a provider that shows FastAPI the overrides of a provider of the user's."""
+        if provider is None or isinstance(provider, Overrides):
+            return provider
+        return self._providers.setdefault(id(provider), Overrides(self, provider))
+
+    def check_overrides(self) -> None:
+        """Raise `TypeError` or `RuntimeError` for overrides that cannot be served."""
+        for each in self._providers.values():
+            users = getattr(each.users, "dependency_overrides", None)
+            if isinstance(users, Mapping):
+                for call in list(users):
+                    _Replacements(self, users).get(call, call)
+
+
+class Overrides:
+    """A provider of dependency overrides, whose values are replaced. FastAPI reads it at each node.
+
+    `users` is the user's provider.
+    """
+
+    __slots__ = ("_owner", "users")
+
+    def __init__(self, owner: Dependencies, provider: Any) -> None:
+        self._owner = owner
+        self.users = provider
+
+    @property
+    def dependency_overrides(self) -> Any:
+        users = self.users.dependency_overrides
+        if not users:
+            return users
+        # FastAPI now analyses all dependencies of this request again, in the request's own context.
+        _READING.set(self._owner)
+        return _Replacements(self._owner, users)
+
+
+class _Replacements:
+    """The user's overrides at one node: FastAPI looks one dependency up in them."""
+
+    __slots__ = ("_owner", "users")
+
+    def __init__(self, owner: Dependencies, users: Any) -> None:
+        self._owner = owner
+        self.users = users
+
+    def get(self, call: Any, default: Any) -> Any:
+        """Return the replacement of the override, or that of the dependency itself.
+
+        Raises `RuntimeError` for an override that depends on the overridden dependency.
+        """
+        original = original_of(call)
+        override = self.users.get(original, original)
+        if override is original:
+            return self._owner.replaced(call)
+        made = self._owner.replaced(override)
+        self._follow(made, original, override, set())
+        return made
+
+    def _follow(self, made: Any, original: Any, override: Any, seen: set[int]) -> None:
+        for node in nodes_of(get_dependant(path="", call=made)):
+            each = original_of(node.call)
+            next_one = self.users.get(each, each)
+            if next_one is override and each is not override:
+                raise RuntimeError(
+                    f"dependency_overrides[{name_of(original)}] is {name_of(override)}, which "
+                    f"depends on {name_of(each)}: FastAPI would apply it without end. Let the "
+                    "override call the function itself instead of depending on it."
+                )
+            if next_one is not each and id(next_one) not in seen:
+                seen.add(id(next_one))
+                self._follow(self._owner.replaced(next_one), original, override, seen)
+
+
+def original_of(call: Any) -> Any:
+    """Return the user's callable of a node in the tree."""
+    return call.original if isinstance(call, Lifted) else plain(call)
+
+
+def nodes_of(dependant: Dependant) -> Iterator[Dependant]:
+    """Yield the dependencies in the order of their calls, innermost first."""
+    for each in dependant.dependencies:
+        yield from nodes_of(each)
+        yield each
+
+
+def functions_of(dependant: Dependant) -> Iterator[Callable[..., object]]:
+    """Yield the functions of the dependencies, as they run, in the order of their calls."""
+    for each in nodes_of(dependant):
+        call: Any = each.call
+        yield call.target.func if isinstance(call, Lifted) else call
+
+
+def _is_security(call: Any) -> bool:
+    """Return whether FastAPI takes `call` for a security scheme, which the schema names."""
+    while isinstance(call, partial):
+        call = call.func
+    return isinstance(inspect.unwrap(call), SecurityBase)
+
+
+def _read(*, call: Any, **given: Any) -> Dependant:
+    """Return FastAPI's analysis of a callable, or of its replacement."""
+    reading = call.owner if isinstance(call, Lifted) else _READING.get(None)
+    if reading is not None:
+        with reading.reading():
+            return get_dependant(call=reading.lifted(call), **given)
+    replica = REPLICA.get(None)
+    if replica is not None and (methods := replica.dependencies) is not None:
+        # User code adds a route to its replica: its methods are bound, and FastAPI runs the rest.
+        call = methods.replaced(call) if methods.methods.owns(call) else call
+    return get_dependant(call=call, **given)
+
+
+_GENERATORS: dict[Kind, type[Lifted]] = {
+    Kind.GENERATOR: BoundGenerator,
+    Kind.ASYNC_GENERATOR: BoundAsyncGenerator,
+}
+_READING: ContextVar[Dependencies] = ContextVar("ingress_reading")
+
+read_dependants_by(_read)

@@ -1,144 +1,203 @@
-"""The functions of an app that belong to a class, and the targets a replica runs for them.
+"""The functions of an app that belong to a class, and the signatures that FastAPI reads of them.
+
+A function is *bound*: it gets the replica's instance as Python's own method call passes it, if it
+was written in the body of the class or of a base, and its first parameter is positional, has the
+name `self`, `this` or that of the first parameter of `__init__`, and neither default nor marker.
 
     the function is                                          on a replica
-    a method of the class or of a base class                 it is bound to the replica's instance
+    bound, or a `classmethod`                                it is bound to the replica's instance
       and a subclass of its definer redefines the name       the redefinition runs instead
-    a method of another class (its first parameter: `self`)  it is absent from this deployment
-      and `self` is a `Depends`, as in a class-based view     it runs as it is
-    any other function                                       it runs as it is
+    an endpoint of the body without `self`                   the start is refused
+    a dependency of the body without `self`, whose first     the start is refused
+      parameter FastAPI would ask the client for
+    a bound function of another class: an endpoint           it is absent from this deployment
+      a dependency, or an override                           refused, because the client would be
+                                                             asked for `self`
+    any other function, a `staticmethod`, an object, a       it runs as it is
+      `partial`
 
-The class of a function is found by its qualified name, as tracebacks show it.
+A marker is `Depends`, `Query` and the like, or a type that FastAPI fills in itself. The names of
+the class are known in the annotations of its functions. No other module reads signatures for
+FastAPI.
 """
 
 from __future__ import annotations
 
+import builtins
 import inspect
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial, partialmethod
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from fastapi import params
+from fastapi.security import SecurityScopes
+from pydantic.fields import FieldInfo
+from starlette.applications import Starlette
+from starlette.background import BackgroundTasks
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+from starlette.routing import Router
 
+from ingress.app.asgi.compat import (
+    get_typed_return_annotation,
+    get_typed_signature,
+)
 from ingress.core.base.signatures import signature_of
-from ingress.core.execution.execution import Kind, code_of, kind
+from ingress.core.execution.execution import Kind, code_of, kind, name_of
 from ingress.exceptions import RayServeException
 
 GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 
+_INSTANCE = ("self", "this")
+_FILLED_IN = (HTTPConnection, Response, BackgroundTasks, SecurityScopes)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_CONNECTIONS = frozenset(("request", "websocket"))
+_NOTHING = inspect.Parameter.empty
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """The function that runs for one that was given to FastAPI.
+    """The function that runs for one that was given to FastAPI. A plan has it as its key.
 
-    `func` is the key of its plan. `descriptor` binds it to an instance: the function itself, a
-    `staticmethod` or a `classmethod`; `None` if it belongs to no class. `takes_self` is true if the
-    function *given to FastAPI* has a first parameter that is not the caller's.
+    `signature` is for FastAPI, without the parameter of the instance. `descriptor` binds `func` to
+    an instance; `None` if it runs as it is.
     """
 
     func: Callable[..., object]
+    signature: inspect.Signature
     descriptor: Any = None
-    takes_self: bool = False
 
     def bound_to(self, instance: object) -> Callable[..., Any]:
         if self.descriptor is None:
             return self.func
-        if (name := _name_if_keyword(self.descriptor)) is not None:
+        if _looks_for_connection(self.descriptor):
+            name = next(iter(signature_of(self.descriptor).parameters))
             return partial(self.func, **{name: instance})
         bound: Callable[..., Any] = self.descriptor.__get__(instance, type(instance))
         return bound
 
 
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The class of a function. `is_written` is false for one that the class has as an alias."""
+
+    cls: type
+    is_written: bool
+
+
 class Methods:
     """The class of a deployment, as the owner of functions in an app."""
+
+    __slots__ = ("_classes", "_own", "cls")
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self._classes = [base for base in cls.__mro__ if base is not object]
+        self._own = {base: list(_functions(base)) for base in self._classes}
 
-    def owns(self, func: object) -> bool:
-        return self._definer(func) is not None
+    def owns(self, func: Any) -> bool:
+        return self._owner(plain(func)) is not None
 
-    def takes_self(self, func: object) -> bool:
-        """Return whether `func` is a method of the class, with a first parameter for it."""
-        definer = self._definer(func)
-        return definer is not None and not isinstance(_descriptor(definer, func), staticmethod)
+    def takes_self(self, func: Any) -> bool:
+        """Return whether a replica passes its instance, or class, to `func`."""
+        func = plain(func)
+        owner = self._owner(func)
+        return owner is not None and _is_bound(func, owner)
 
-    def is_foreign(self, func: Callable[..., object]) -> bool:
+    def is_foreign(self, func: Any) -> bool:
         """Return whether `func` is a method of another class, which this deployment cannot run."""
-        if _class_name(func) is None or self.owns(func):
-            return False
-        first = next(iter(signature_of(func).parameters.values()), None)
-        return first is not None and first.name == "self" and not _is_injected(first)
+        return not self.owns(func) and _asks_for_self(func)
 
-    def target(self, func: Callable[..., object]) -> Target:
+    def target(self, func: Callable[..., object], *, is_endpoint: bool = False) -> Target:
         """Return the target of `func`.
 
         Not `getattr(instance, name)`: two routes whose methods share a name would both run the
         second method, a decorator above `@app.get` would run here although FastAPI does not run it,
-        and a `__private` name would not be found. Raises `TypeError` if an override takes other
-        parameters.
+        and a `__private` name would not be found. Raises `TypeError` or `RayServeException` if the
+        client would be asked for `self`, and for an override with other parameters.
         """
-        definer = self._definer(func)
-        if definer is None:
-            return Target(func)
-        takes_self = not isinstance(_descriptor(definer, func), staticmethod)
-        for cls in self._classes:
-            if cls is definer:
-                return Target(func, _descriptor(cls, func), takes_self)
+        func = plain(func)
+        owner = self._owner(func)
+        if owner is None:
+            if _asks_for_self(func):
+                raise TypeError(_told_of_self(func))
+            return Target(func, _read(func))
+        descriptor = _descriptor(owner.cls, func)
+        bound = _is_bound(func, owner)
+        if not bound and not isinstance(descriptor, staticmethod):
+            _refuse_in_doubt(func, owner, is_endpoint=is_endpoint)
+            return Target(func, _read(func, owner.cls))
+        signature = _read(func, owner.cls, skip_first=bound)
+        for cls in self._classes[: self._classes.index(owner.cls)]:
             if func.__name__ in vars(cls):
-                return self._override(cls, func, takes_self)
-        raise AssertionError("the definer is in the MRO")  # pragma: no cover
+                return self._override(cls, func, signature, skip_first=bound)
+        # A function that the class has as a `staticmethod` runs as it is.
+        return Target(func, signature, descriptor if bound else None)
 
     def check(self, func: Callable[..., object]) -> None:
         """Raise `TypeError` or `RayServeException` for a method that FastAPI cannot call."""
-        definer = self._definer(func)
-        if definer is None or isinstance(_descriptor(definer, func), staticmethod):
+        func = plain(func)
+        owner = self._owner(func)
+        if owner is None:
             return
-        parameters = list(signature_of(func).parameters.values())
-        if not parameters or parameters[0].kind not in (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            raise RayServeException(
-                "Methods in FastAPI class-based view must have ``self`` as their first argument. "
-                f"{func.__qualname__}{signature_of(func)} has none: add it, or make the "
-                "method a @staticmethod."
-            )
-        for parameter in parameters[1:]:
-            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+        is_bound = _is_bound(func, owner)
+        if not is_bound and not isinstance(_descriptor(owner.cls, func), staticmethod):
+            _refuse_in_doubt(func, owner, is_endpoint=True)
+        for each in list(signature_of(func).parameters.values())[is_bound:]:
+            if each.kind is inspect.Parameter.POSITIONAL_ONLY:
                 raise TypeError(
-                    f"{func.__qualname__}{signature_of(func)}: FastAPI passes parameters by "
-                    f"name, and '{parameter.name}' is positional-only. Remove the '/'."
+                    f"{_written_at(func)}: FastAPI passes parameters by name, and '{each.name}' is "
+                    "positional-only. Remove the '/'."
                 )
 
-    def _override(self, cls: type, func: Callable[..., object], takes_self: bool) -> Target:
+    def _override(
+        self, cls: type, func: Any, signature: inspect.Signature, *, skip_first: bool
+    ) -> Target:
         override = vars(cls)[func.__name__]
-        impl = getattr(override, "__func__", override)
-        expected = _parameters(func, skip_first=takes_self)
-        if not callable(impl) or expected != _parameters(
-            impl, skip_first=not isinstance(override, staticmethod)
-        ):
+        impl: Any = getattr(override, "__func__", override)
+        is_static = isinstance(override, staticmethod)
+        is_like = callable(impl) and (is_static or _is_bound(impl, _Owner(cls, is_written=True)))
+        expected = list(signature_of(func).parameters)[skip_first:]
+        if not is_like or list(signature_of(impl).parameters)[not is_static :] != expected:
             given = signature_of(impl) if callable(impl) else f" = {impl!r}"
             raise TypeError(
                 f"{cls.__qualname__}.{func.__name__}{given} overrides the route "
                 f"{func.__qualname__}{signature_of(func)} and must take the same parameters. "
                 "Give it those, or another name and a route of its own."
             )
-        return Target(impl, override, takes_self)
+        return Target(impl, signature, None if is_static else override)
 
-    def _definer(self, func: object) -> type | None:
-        name = _class_name(func)
-        if name is None:
+    def _owner(self, func: object) -> _Owner | None:
+        """Return the class of the deployment's MRO that a function belongs to.
+
+        A function is written in the body that its code names. The class may have been renamed, or
+        a decorator may have made the function, so one that the class has is its own as well, but
+        not a function of the module: that has another caller.
+        """
+        inner = _innermost(func)
+        if inner is None:
             return None
-        for cls in self._classes:
-            # By name, also for a function that a decorator has replaced in the class.
-            # By identity, also for a class that was renamed.
-            if f"{cls.__module__}.{cls.__qualname__}" == name or _descriptor(cls, func) is not func:
-                return cls
-            if any(value is func for value in vars(cls).values()):
-                return cls
+        scope = inner.__code__.co_qualname.rpartition(".")[0]
+        module = inner.__globals__.get("__name__")
+        for cls, own in self._own.items():
+            if (scope, module) == (cls.__qualname__, cls.__module__):
+                # Two classes that one function made have the same names, and the same code.
+                is_twin = inner not in own and inner.__code__ in [each.__code__ for each in own]
+                return None if is_twin else _Owner(cls, is_written=True)
+        for cls, own in self._own.items():
+            alias = _Owner(cls, is_written=False)
+            if scope and inner in own and _is_bound(func, alias):
+                return alias
         return None
+
+
+def plain(func: Any) -> Any:
+    """Return the function of a `staticmethod`, as which the body of a class knows it."""
+    return func.__func__ if isinstance(func, staticmethod) else func
 
 
 def kind_for_fastapi(func: Callable[..., object]) -> Kind:
@@ -153,42 +212,253 @@ def kind_for_fastapi(func: Callable[..., object]) -> Kind:
     return kind(inspect.unwrap(func))
 
 
-def _class_name(func: object) -> str | None:
-    """Return the module and qualified name of the class in which a function was written."""
-    if not inspect.isfunction(func):
+def refuse_self_from_client(func: Any, where: str) -> None:
+    """Raise `TypeError` for a function for whose `self` FastAPI would ask the client."""
+    if _asks_for_self(func):
+        raise TypeError(f"{where}: {_told_of_self(func)}")
+
+
+def _asks_for_self(func: Any) -> bool:
+    first = _first(func)
+    inner = _innermost(func)
+    scope = "" if inner is None else inner.__code__.co_qualname.rpartition(".")[0]
+    is_method = bool(scope) and not scope.endswith("<locals>")
+    names = set(_INSTANCE if is_method else _INSTANCE[:1])
+    if is_method and (owner := _class_named(inner, scope)) is not None:
+        names = _instance_names(owner)
+    return first is not None and first.name in names and not _is_given(first, inner)
+
+
+def _class_named(func: FunctionType | None, scope: str) -> type | None:
+    """Return the class in whose body a function was written, if its module still has it."""
+    found: Any = None if func is None else func.__globals__
+    for name in scope.split("."):
+        found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
+        found = getattr(found, "func_or_class", found)  # a deployment has taken the name
+    return found if isinstance(found, type) else None
+
+
+def _is_bound(func: Any, owner: _Owner) -> bool:
+    descriptor = _descriptor(owner.cls, func)
+    if isinstance(descriptor, (staticmethod, classmethod)):
+        return isinstance(descriptor, classmethod)
+    first = _first(func)
+    return (
+        first is not None
+        and first.name in _instance_names(owner.cls)
+        and not _is_given(first, _innermost(func), owner.cls)
+    )
+
+
+def _instance_names(cls: type) -> set[str]:
+    init = _innermost(inspect.getattr_static(cls, "__init__"))
+    first = init.__code__.co_varnames[:1] if init and init.__code__.co_argcount else ()
+    return {*_INSTANCE, *first}
+
+
+def _first(func: Any) -> inspect.Parameter | None:
+    """Return the first parameter if it is positional."""
+    try:
+        parameters = signature_of(func).parameters.values()
+    except ValueError:  # written in C, without a signature
         return None
-    head = func.__qualname__.rpartition(".")[0]
-    return None if not head or head.endswith("<locals>") else f"{func.__module__}.{head}"
+    first = next(iter(parameters), None)
+    return first if first is not None and first.kind in _POSITIONAL else None
 
 
-def _descriptor(cls: type, func: object) -> object:
+def _is_given(
+    first: inspect.Parameter, func: FunctionType | None, owner: type | None = None
+) -> bool:
+    """Return whether a parameter has a default, or a marker."""
+    if first.default is not _NOTHING:
+        return True
+    try:
+        annotation = _evaluated(first.annotation, func, owner)
+    except Exception:
+        return False
+    annotation = getattr(annotation, "__value__", annotation)  # of a `type` statement
+    metadata = getattr(annotation, "__metadata__", ())
+    return any(isinstance(each, (FieldInfo, params.Depends)) for each in metadata) or (
+        isinstance(annotation, type) and issubclass(annotation, _FILLED_IN)
+    )
+
+
+def _innermost(func: Any) -> FunctionType | None:
+    """Return the function inside of the wrappers of one that Python binds; `None` for others."""
+    if isinstance(func, (partial, staticmethod, classmethod, MethodType, type)):
+        return None
+    try:
+        inner = inspect.unwrap(func) if hasattr(type(func), "__get__") else None
+    except Exception:  # of a descriptor of the user's
+        return None
+    return inner if isinstance(inner, FunctionType) else None
+
+
+def _functions(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions that a class has, without their wrappers."""
+    for value in vars(cls).values():
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, (cached_property, partialmethod)):
+            value = value.func
+        if (inner := _innermost(value)) is not None:
+            yield inner
+
+
+def _descriptor(cls: type, func: object) -> Any:
     """Return the `staticmethod` or `classmethod` that holds `func` in the class, else `func`."""
     bound = (each for each in vars(cls).values() if isinstance(each, (staticmethod, classmethod)))
     return next((each for each in bound if each.__func__ is func), func)
 
 
-def _is_injected(parameter: inspect.Parameter) -> bool:
-    """Return whether FastAPI gets the value from a `Depends`, as for the `self` of a `@cbv`."""
-    metadata = getattr(parameter.annotation, "__metadata__", ())
-    return any(isinstance(each, params.Depends) for each in (parameter.default, *metadata))
+def _looks_for_connection(func: Any) -> bool:
+    """Return whether a wrapper of any arguments looks for the request, or the WebSocket, by name.
 
-
-def _name_if_keyword(func: object) -> str | None:
-    """Return the name of the first parameter if a wrapper is to get it by keyword, else `None`.
-
-    FastAPI passes keywords only. A decorator that takes `(*args, **kwargs)` and looks for the
-    request by its position, as that of slowapi does, would take `self` for an argument.
+    FastAPI passes keywords only. A wrapper that then looks for `request` by its position, as that
+    of slowapi does if there are positional arguments, would not find it behind the instance.
     """
-    if not inspect.isfunction(func) or not hasattr(func, "__wrapped__"):
-        return None
-    code = code_of(func)
+    code = (
+        code_of(func) if isinstance(func, FunctionType) and hasattr(func, "__wrapped__") else None
+    )
     takes_all = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
     if code is None or code.co_argcount or code.co_flags & takes_all != takes_all:
-        return None
-    first = next(iter(signature_of(func).parameters.values()))  # `check` has seen it
-    return first.name if first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
+        return False
+    first = next(iter(signature_of(func).parameters.values()))
+    if first.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return False
+    helpers = [each for each in contents_of(func) if isinstance(each, FunctionType)]
+    codes = [code, *(each.__code__ for each in helpers if each is not inspect.unwrap(func))]
+    return any(not _CONNECTIONS.isdisjoint(_constants(each)) for each in codes)
 
 
-def _parameters(func: Callable[..., object], *, skip_first: bool) -> list[str]:
-    parameters = list(signature_of(func).parameters.values())[1 if skip_first else 0 :]
-    return [each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY]
+def contents_of(func: Any) -> Iterator[Any]:
+    """Yield the values in the closure of a function."""
+    for cell in func.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+
+
+def _constants(code: CodeType) -> set[object]:
+    nested = [_constants(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {each for each in code.co_consts if isinstance(each, str)}.union(*nested)
+
+
+# The classes of an app.
+
+_CLASSES = "_ingress_classes"
+
+
+def note_class(app: object, cls: type) -> None:
+    """Remember that `cls` serves the app or router."""
+    if isinstance(app, (Starlette, Router)):
+        vars(app).setdefault(_CLASSES, []).append(cls)
+
+
+def classes_of(app: object) -> list[type]:
+    """Return the classes that serve the app or router."""
+    classes: list[type] = vars(app).get(_CLASSES, [])
+    return classes
+
+
+# Signatures.
+
+
+def _read(func: Any, owner: type | None = None, *, skip_first: bool = False) -> inspect.Signature:
+    """Return a signature as FastAPI finds it, with the annotations resolved.
+
+    Those of a function that was written in a class may name what the class has.
+    """
+    if owner is None:
+        parameters = list(get_typed_signature(func).parameters.values())
+        returned = signature_of(func).return_annotation
+        if returned is not _NOTHING:
+            returned = get_typed_return_annotation(func)
+        return inspect.Signature(parameters, return_annotation=returned)
+    signature, inner = signature_of(func), _innermost(func)
+    parameters = []
+    for each in list(signature.parameters.values())[skip_first:]:
+        try:
+            parameters.append(each.replace(annotation=_evaluated(each.annotation, inner, owner)))
+        except Exception as error:
+            raise TypeError(
+                f"{_written_at(func)}: the annotation {each.annotation!r} of '{each.name}' cannot "
+                f"be read ({type(error).__name__}: {error}), so a Depends(...) in it would be "
+                "lost. Define its names in the module or in the class, and import them outside "
+                "of `if TYPE_CHECKING`."
+            ) from error
+    try:
+        returned = _evaluated(signature.return_annotation, inner, owner)
+    except Exception:  # it may name what only a type checker knows
+        returned = get_typed_return_annotation(func)
+    return inspect.Signature(parameters, return_annotation=returned)
+
+
+def _evaluated(annotation: Any, func: FunctionType | None, owner: type | None) -> Any:
+    while isinstance(annotation, str):  # twice, if it is quoted below the future import
+        names = _Names(func, owner)
+        annotation = eval(annotation, names.module, names)
+    return annotation
+
+
+class _Names(ChainMap[str, Any]):
+    """The names that an annotation of a method may have.
+
+    As if it were evaluated where it stands: those of the class so far, of the module, of Python.
+    Then those that come later, and those of the bases. A method has the name of a type, such as
+    `list` or `date`, by chance: the type is meant.
+    """
+
+    def __init__(self, func: FunctionType | None, owner: type | None) -> None:
+        self.module = {} if func is None else func.__globals__
+        own, so_far = {} if owner is None else dict(vars(owner)), {}
+        for name, value in own.items():
+            if func is not None and (_innermost(plain(value)) is func or name == func.__name__):
+                break
+            so_far[name] = value
+        if owner is not None:
+            so_far[owner.__name__] = owner
+        self.outside = ChainMap(self.module, vars(builtins))
+        bases: list[Any] = [] if owner is None else list(map(vars, owner.__mro__[1:]))
+        super().__init__(so_far, self.module, vars(builtins), own, *bases)
+
+    def __getitem__(self, name: str) -> Any:
+        found, outside = super().__getitem__(name), self.outside.get(name)
+        is_type = isinstance(outside, type) or hasattr(outside, "__origin__")
+        return outside if is_type and not isinstance(found, type) else found
+
+
+# Refusals.
+
+
+def _refuse_in_doubt(func: Any, owner: _Owner, *, is_endpoint: bool) -> None:
+    """Raise an error for a function of the body whose first parameter may be the instance."""
+    first = _first(func)
+    if is_endpoint:
+        raise RayServeException(
+            "Methods in FastAPI class-based view must have ``self`` as their first argument. "
+            f"{_written_at(func)} has none: write `self` as its first parameter, or make it a "
+            "@staticmethod."
+        )
+    if first is not None and not _is_given(first, _innermost(func), owner.cls):
+        raise TypeError(
+            f"{_written_at(func)} is a dependency in the body of {owner.cls.__qualname__}, and its "
+            f"first parameter '{first.name}' may be the instance or a value of the request. Write "
+            "`self` as its first parameter to get the instance, or make it a @staticmethod."
+        )
+
+
+def _told_of_self(func: Any) -> str:
+    return (
+        f"{_written_at(func)} is not bound to an instance here, so FastAPI would ask the client "
+        "for its first parameter. Use a method of the class that serves the app, a bound method "
+        "(`instance.method`), or a function without it; a decorator needs `functools.wraps`."
+    )
+
+
+def _written_at(func: Any) -> str:
+    """Return the name, the signature, the file and the line of a function."""
+    code = code_of(_innermost(func) or func)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{name_of(_innermost(func) or func)}{signature_of(func)}{place}"

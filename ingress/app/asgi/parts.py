@@ -12,7 +12,7 @@ No part is called: the parts are read from the objects that answer requests.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from starlette.types import ASGIApp
 
 from ingress.app.asgi.compat import Dependant, ServedRoute, base_app
 from ingress.app.asgi.compiled import CompiledRoute
-from ingress.app.asgi.dependencies import Lifted
-from ingress.app.asgi.methods import GENERATORS, Target, kind_for_fastapi
+from ingress.app.asgi.dependencies import Lifted, nodes_of, original_of
+from ingress.app.asgi.methods import GENERATORS, kind_for_fastapi
 from ingress.app.asgi.routes import api_route, served_routes
 from ingress.core.execution.execution import Role, kind
 
@@ -48,23 +48,19 @@ class Part:
     is_compiled: bool | None = None
 
 
-def app_parts(app: ASGIApp, router: Router, targets: Iterable[Target]) -> list[Part]:
-    """Return the parts of an app whose routes are bound in `router`, in the order of a request.
-
-    `targets` are the functions that a replica makes plans for.
-    """
+def app_parts(app: ASGIApp, router: Router) -> list[Part]:
+    """Return the parts of an app whose routes are bound in `router`, in the order of a request."""
     if not isinstance(app, Starlette):
         return [Part("ASGI app", app, Role.ASGI)]
     lifespan = dict.fromkeys(_lifespan_parts(app.router.lifespan_context))
-    return [*lifespan, *_Routes(targets).parts(app, router.routes)]
+    return [*lifespan, *_Routes().parts(app, router.routes)]
 
 
 class _Routes:
     """One walk over the routes of an app and of its mounts."""
 
-    def __init__(self, targets: Iterable[Target]) -> None:
-        self._planned = {id(target.func) for target in targets}
-        self._seen: set[tuple[object, bool]] = set()
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, bool]] = set()
 
     def parts(
         self, app: Starlette | Router, routes: Sequence[BaseRoute], prefix: str = ""
@@ -91,9 +87,9 @@ class _Routes:
         what = f"{'WS' if isinstance(original, WebSocketRoute) else methods} {path}"
         route = api_route(served)
         compiled = None if route is None else isinstance(getattr(route, "app", None), CompiledRoute)
-        func = getattr(endpoint, "__ingress_func__", None)
-        if func is not None:
-            yield Part(what, func, Role.ENDPOINT, is_compiled=compiled)
+        target = getattr(endpoint, "__ingress_target__", None)
+        if target is not None:
+            yield Part(what, target.func, Role.ENDPOINT, is_compiled=compiled)
         elif inspect.isclass(endpoint) and issubclass(endpoint, HTTPEndpoint):
             for name in ("get", "head", "post", "put", "patch", "delete", "options"):
                 if hasattr(endpoint, name):
@@ -106,18 +102,16 @@ class _Routes:
 
     def _dependencies(self, dependant: Dependant) -> Iterator[Part]:
         """Yield the dependencies in the order of their calls, innermost first, each once an app."""
-        for each in dependant.dependencies:
-            yield from self._dependencies(each)
+        for each in nodes_of(dependant):
             call: Any = each.call
             is_lifted = isinstance(call, Lifted)
-            # A mounted app calls the original of a lifted dependency; both are equal.
-            is_hashable = getattr(type(call), "__hash__", None) is not None
-            key = (call if is_hashable else id(call), is_lifted)
+            # A mounted app calls the original of a lifted dependency.
+            key = (id(original_of(call)), is_lifted)
             if key in self._seen:
                 continue
             self._seen.add(key)
-            func = call.func if is_lifted else call
-            is_planned = is_lifted and id(func) in self._planned
+            func = call.target.func if is_lifted else call
+            is_planned = is_lifted and call.is_planned
             if not is_planned and kind_for_fastapi(func) is not kind(func):
                 func = inspect.unwrap(func)  # FastAPI looks at the wrapped function
             role = Role.ENDPOINT if is_planned else Role.FRAMEWORK

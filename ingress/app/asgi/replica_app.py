@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
 from typing import Any
@@ -17,7 +18,9 @@ from ingress.app.asgi.compiled import CompiledRoute
 from ingress.app.asgi.guard import ANSWER, Answer
 from ingress.app.asgi.layers import CHECK_EVERY_S, Layers
 from ingress.app.asgi.lifespan import Lifespan
+from ingress.app.asgi.methods import Target
 from ingress.app.asgi.route_index import FOUND
+from ingress.app.asgi.routes import check_added
 from ingress.context import ReplicaRuntime
 from ingress.core.execution.execution import ExecutionPlan, Role, contain
 
@@ -25,6 +28,17 @@ ASGI = {"version": "3.0", "spec_version": "2.4"}
 BUILDER_METHOD = "__serve_build_asgi_app__"
 
 _ROUTES = attrgetter("routes")
+
+
+@dataclass(slots=True, eq=False)
+class _Plans(dict[Target, ExecutionPlan]):
+    """The plans of a replica. An override or a later route has none, and gets one for each call."""
+
+    _make: Callable[[Target], ExecutionPlan]
+
+    def __missing__(self, target: Target) -> ExecutionPlan:
+        return self._make(target)
+
 
 MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 
@@ -67,6 +81,7 @@ class ReplicaApp:
         self._next_look = 0.0
         self._instance: Any = None
         self._cloned: list[BaseRoute] = []
+        context.plans = _Plans(self._plan)
         if routes is not None:
             # Before the constructor, so that `app.state` is the replica's inside it.
             self._clone(routes)
@@ -77,10 +92,15 @@ class ReplicaApp:
             self._clone(BoundRoutes(await self._build(instance), self._cls))
         self._instance = instance
         self._make_plans()
+        cloned = set(map(id, self._cloned))
+        for route in getattr(self._context.asgi_app, "routes", ()):
+            if id(route) not in cloned:
+                check_added(route)
 
     def _clone(self, routes: BoundRoutes) -> None:
         self._routes = routes
         clone = self._context.asgi_app = routes.clone()
+        self._context.dependencies = routes.dependencies
         self._cloned = list(getattr(clone, "routes", ()))
 
     def _make_plans(self) -> None:
@@ -88,8 +108,11 @@ class ReplicaApp:
         self._next_look = 0.0
         plans = self._context.plans
         for target in self._routes.targets:
-            if target.func not in plans:
-                plans[target.func] = self._make_plan(target.bound_to(self._instance), Role.ENDPOINT)
+            if target not in plans:
+                plans[target] = self._plan(target)
+
+    def _plan(self, target: Target) -> ExecutionPlan:
+        return self._make_plan(target.bound_to(self._instance), Role.ENDPOINT)
 
     def _renew(self, before: BoundRoutes) -> None:
         """Serve the routes that the user's app has got since."""

@@ -20,6 +20,7 @@ from ingress.app.asgi.compat import (
     why_not_compiled,
     with_candidates,
 )
+from ingress.app.asgi.routes import refuse_added
 
 FOUND = "ingress.found"
 """The key of a scope for the app that was found before FastAPI's layers were entered."""
@@ -64,10 +65,10 @@ class RouteIndex:
     def find(self, scope: Scope) -> ASGIApp:
         """Return the app that answers a request; if it is a route's, the scope has its match."""
         router = self.router
-        if not self._is_used or scope["type"] != "http":
-            return router.app
         if router.routes != self._routes:  # also when user code adds a route later
             self._index()
+        if not self._is_used or scope["type"] != "http":
+            return router.app
         path = get_route_path(scope)
         key = (path, True) if path in self._paths else self._prefix(path)
         if key is None:
@@ -90,7 +91,11 @@ class RouteIndex:
         return router.app
 
     def _index(self) -> None:
+        known = set(map(id, self._routes))
         self._routes = list(self.router.routes)
+        for route in self._routes if known else ():
+            if id(route) not in known:
+                refuse_added(route)
         self._narrowed = {}
         routes = list(_leaves(self._routes))
         self._paths = {route.path for route in routes if not route.param_convertors}

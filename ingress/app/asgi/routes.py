@@ -10,20 +10,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, ForwardRef, TypeVar
 
+from fastapi import params
 from fastapi.routing import APIRoute, APIWebSocketRoute
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
-from starlette.types import ASGIApp
+from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi.compat import (
     CompilableRoute,
@@ -37,23 +40,31 @@ from ingress.app.asgi.compat import (
     endpoint_context,
     endpoint_contexts,
     get_typed_return_annotation,
-    get_typed_signature,
     iter_route_contexts,
     request_stack,
     warn_if_not_compiled,
     with_base_app,
 )
 from ingress.app.asgi.compiled import CompiledRoute
-from ingress.app.asgi.dependencies import Dependencies
-from ingress.app.asgi.guard import Guard, guard_below, guarded
-from ingress.app.asgi.methods import GENERATORS, Methods, Target, kind_for_fastapi
+from ingress.app.asgi.dependencies import Dependencies, Lifted, nodes_of, original_of
+from ingress.app.asgi.guard import guarded
+from ingress.app.asgi.methods import (
+    GENERATORS,
+    Methods,
+    Target,
+    kind_for_fastapi,
+    refuse_self_from_client,
+)
 from ingress.app.asgi.responses import take_over_stream
 from ingress.app.asgi.steps import Unfit
+from ingress.app.asgi.wrapped import is_alike, is_fastapis, put_around, rebased
 from ingress.context import REPLICA
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
 from ingress.core.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
+
+logger = logging.getLogger("ingress")
 
 R = TypeVar("R", bound=APIRoute | APIWebSocketRoute)
 
@@ -75,31 +86,32 @@ class RouteTree:
     are immutable, and all replicas may share them.
     """
 
-    def __init__(self, methods: Methods) -> None:
+    def __init__(self, methods: Methods, classes: Sequence[type] = ()) -> None:
         self.methods = methods
         self.foreign: list[Callable[..., object]] = []
         self.endpoints: set[int] = set()
-        self._dependencies = Dependencies(methods)
+        self.dependencies = Dependencies(methods)
+        self._others = [Methods(cls) for cls in classes if cls is not methods.cls]
         self._routers: dict[int, Router] = {}
-        self._targets: dict[Callable[..., object], Target] = {}
+        self._targets: list[Target] = []
 
     @property
     def targets(self) -> list[Target]:
-        return [*self._targets.values(), *self._dependencies.targets]
+        return [*self._targets, *self.dependencies.targets]
 
     def clone(self, router: Router) -> Router:
         """Return the router with its endpoints wrapped and its dependencies lifted."""
         warn_if_not_compiled(len(router.routes))
-        cloned = self._router(router)
-        # This also fills FastAPI's caches of the included routes. FastAPI 0.137 fills them without
-        # a lock, so the replicas' threads would race, and undo the lifting.
-        for served in served_routes(cloned.routes):
-            if (dependant := getattr(served, "dependant", None)) is not None:
-                self._dependencies.lift(dependant)
-            route = api_route(served)
-            if route is not None and getattr(route, "app", None) is not None:
-                with suppress(Unfit):
-                    route.app = CompiledRoute(route)
+        with self.dependencies.reading():
+            cloned = self._router(router)
+            # This also fills FastAPI's caches of the included routes. Filled later, they would have
+            # the user's callables.
+            for served in served_routes(cloned.routes):
+                route = api_route(served)
+                if route is not None and getattr(route, "app", None) is not None:
+                    with suppress(Unfit):
+                        route.app = CompiledRoute(route)
+            self.dependencies.check_overrides()
         return cloned
 
     def _router(self, router: Router) -> Router:
@@ -115,27 +127,86 @@ class RouteTree:
     def _route(self, route: BaseRoute, router: Router) -> BaseRoute | None:
         if IncludedRouter is not None and isinstance(route, IncludedRouter):
             inner = self._router(route.original_router)
-            context = dataclasses.replace(route.include_context, included_router=inner)
+            given = route.include_context
+            provider = self.dependencies.overrides(given.dependency_overrides_provider)
+            context = dataclasses.replace(
+                given, included_router=inner, dependency_overrides_provider=provider
+            )
             node: BaseRoute = IncludedRouter(original_router=inner, include_context=context)
             return node
         if isinstance(route, Mount):
             return guarded_mount(route)
         if not isinstance(route, (APIRoute, APIWebSocketRoute)):
             return route
-        if self.methods.is_foreign(route.endpoint):
+        if self._is_foreign(route.endpoint):
             self.foreign.append(route.endpoint)
             return None
         self.endpoints.add(id(route.endpoint))
-        if getattr(route.endpoint, "__hash__", None) is None:
-            return route  # not hashable, so it can have no plan: FastAPI runs it
-        target = self.methods.target(route.endpoint)
-        self._targets[target.func] = target
-        if isinstance(route, APIWebSocketRoute):
-            # The router, not the route, keeps the provider of dependency overrides.
-            provider = getattr(router, "dependency_overrides_provider", None)
-            endpoint = wrapper(route.endpoint, target, None)
-            return rebuilt(route, endpoint, dependency_overrides_provider=provider)
-        return rebuilt(route, wrapper(route.endpoint, target, _streams(route, target.func)))
+        target = self.methods.target(route.endpoint, is_endpoint=True)
+        self._targets.append(target)
+        is_api = isinstance(route, APIRoute)
+        # For a WebSocket the router, not the route, keeps the provider of dependency overrides.
+        keeper = route if is_api else router
+        provider = getattr(keeper, "dependency_overrides_provider", None)
+        streams = _streams(route, target.func) if isinstance(route, APIRoute) else None
+        endpoint = wrapper(route.endpoint, target, streams)
+        given = self.dependencies.overrides(provider)
+        clone = rebuilt(route, endpoint, dependency_overrides_provider=given)
+        self._keep_changes(route, clone)
+        return clone
+
+    def _is_foreign(self, endpoint: Callable[..., object]) -> bool:
+        """Return whether only another class can run an endpoint."""
+        if self.methods.owns(endpoint):
+            return False
+        is_theirs = any(other.takes_self(endpoint) for other in self._others)
+        return is_theirs or self.methods.is_foreign(endpoint)
+
+    def _keep_changes(self, route: Any, clone: Any) -> None:
+        """Put the layers that user code has put around the app of a route around the clone's.
+
+        Raises `TypeError` if the replica's instance would not reach an endpoint in such a layer.
+        """
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, MethodType) and value.__self__ is route:
+                return getattr(clone, value.__name__)
+            if is_fastapis(value, route.dependant) or is_alike(value, made):
+                return made
+            return None
+
+        made = clone.app
+        changed = {
+            name: value
+            for name, value in vars(route).items()
+            if name == "app" or (callable(value) and name in _METHODS)
+        }
+        for name, value in changed.items():
+            kept = put_around(value, swap)
+            if kept is None and self._is_bound(clone):
+                raise TypeError(
+                    f"`{name}` of the route '{route.path}' of {name_of(route.endpoint)} was "
+                    "replaced, and no replica finds FastAPI's own in it, so it would run without "
+                    "its instance. Use app.add_middleware(...), Depends(...), a route class, or a "
+                    "layer that keeps what it wraps as `self.app` or in its closure."
+                )
+            vars(clone)[name] = value if kept is None else kept
+        call: Any = route.dependant.call
+        if call is not route.endpoint and hasattr(clone.dependant.call, "__ingress_target__"):
+            raise TypeError(
+                f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was "
+                "replaced after the route was made. Decorate it below the route."
+            )
+
+    def _is_bound(self, clone: Any) -> bool:
+        """Return whether a route needs the instance."""
+        calls: list[Any] = [node.call for node in nodes_of(clone.dependant)]
+        targets = [each.target for each in calls if isinstance(each, Lifted)]
+        targets.append(clone.endpoint.__ingress_target__)
+        return any(target.descriptor is not None for target in targets)
+
+
+_METHODS = ("handle", "matches", "get_route_handler", "__call__")
 
 
 def wrapper(original: Callable[..., object], target: Target, streams: Kind | None) -> Any:
@@ -143,13 +214,11 @@ def wrapper(original: Callable[..., object], target: Target, streams: Kind | Non
 
     The endpoint has no `__wrapped__`, because FastAPI would use the wrapped function instead.
     """
-    func = target.func  # the hot path: one lookup, one call
-
     if streams is Kind.GENERATOR:
 
         def endpoint(**values: Any) -> Iterator[Any]:
             # Runs in the worker thread of `take_over_stream`.
-            items = REPLICA.get().plans[func].items(**values)
+            items = REPLICA.get().plans[target].items(**values)
             _OPENED.get().append(items)
             # Not `yield from`, which closes them too: the thread that made this generator may
             # finalize it (free-threaded Python) while the worker is closing them.
@@ -159,7 +228,7 @@ def wrapper(original: Callable[..., object], target: Target, streams: Kind | Non
     elif streams is Kind.ASYNC_GENERATOR:
 
         async def endpoint(**values: Any) -> AsyncGenerator[Any, None]:  # type: ignore[misc]
-            async with aclosing(REPLICA.get().plans[func].stream(**values)) as items:
+            async with aclosing(REPLICA.get().plans[target].stream(**values)) as items:
                 _OPENED.get().append(items)
                 async for item in items:
                     yield item
@@ -167,7 +236,7 @@ def wrapper(original: Callable[..., object], target: Target, streams: Kind | Non
     else:
 
         async def endpoint(**values: Any) -> Any:  # type: ignore[misc]
-            plan = REPLICA.get().plans[func]
+            plan = REPLICA.get().plans[target]
             if TRACING.tracer is not None:
                 trace_begin(CURRENT_CALL.get())
             result = await plan.run(**values)
@@ -181,19 +250,10 @@ def wrapper(original: Callable[..., object], target: Target, streams: Kind | Non
     for name in ("__name__", "__qualname__", "__doc__", "__module__"):
         setattr(endpoint, name, getattr(original, name, getattr(endpoint, name)))
     marked: Any = endpoint
-    marked.__ingress_func__ = func
-    marked.__signature__ = signature(original, takes_self=target.takes_self)
+    marked.__ingress_target__ = target
+    marked.__signature__ = target.signature
     _point_errors_at(endpoint, original)
     return endpoint
-
-
-def signature(original: Callable[..., object], *, takes_self: bool) -> inspect.Signature:
-    """Return the signature as FastAPI finds it, with the annotations resolved."""
-    parameters = list(get_typed_signature(original).parameters.values())
-    returned = signature_of(original).return_annotation
-    if returned is not inspect.Signature.empty:
-        returned = get_typed_return_annotation(original)
-    return inspect.Signature(parameters[1 if takes_self else 0 :], return_annotation=returned)
 
 
 def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
@@ -204,6 +264,7 @@ def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
     base = APIRoute if isinstance(route, APIRoute) else APIWebSocketRoute
     configured = vars(route)
     options = {name: configured[name] for name in _options(base) if name in configured} | given
+    options["dependencies"] = _declared(route)
     if isinstance(route, APIRoute):
         unique_id = route.unique_id
         # The id names the models of body and response in the schema. It is kept from the declared
@@ -214,11 +275,13 @@ def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
         if configured.get("stream_item_type") is not None:
             # FastAPI finds the type of the items again, but only without a response model.
             options["response_model"] = Default(None)
+        elif _is_inferred(route):
+            options["response_model"] = Default(None)
     cls: Any = type(route)
     if kind(endpoint) in GENERATORS:
         cls = _closing(cls)
     clone: R = cls(route.path, endpoint, **options)
-    for name in ("methods", "operation_id", "generate_unique_id_function"):
+    for name in ("dependencies", "methods", "operation_id", "generate_unique_id_function"):
         if name in configured:
             setattr(clone, name, configured[name])
     for name, value in configured.items():  # attributes that the user added
@@ -226,17 +289,31 @@ def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
     return clone
 
 
-def rebased(stack: Any, end: ASGIApp, new_end: ASGIApp) -> Any:
-    """Return a copy of a chain of middlewares with another end and guards in between."""
-    if stack == end:
-        return new_end
-    if not hasattr(stack, "app"):
-        return stack  # not a chain
-    layer, inner = copy.copy(stack), rebased(stack.app, end, new_end)
-    if not isinstance(layer, Guard) and not isinstance(inner, Guard):
-        inner = guard_below(type(layer))(inner)
-    layer.app = inner
-    return layer
+def _declared(route: APIRoute | APIWebSocketRoute) -> list[params.Depends]:
+    """Return the dependencies without a parameter that run: extensions may have changed them."""
+    left, declared = list(route.dependencies), []
+    for node in route.dependant.dependencies:
+        if node.name is None:
+            given = next((each for each in left if each.dependency is node.call), None)
+            if given is not None:
+                left.remove(given)
+            elif node.own_oauth_scopes:
+                given = params.Security(node.call, scopes=node.own_oauth_scopes, scope=node.scope)
+            else:
+                given = params.Depends(node.call, scope=node.scope)
+            declared.append(given)
+    return declared
+
+
+def _is_inferred(route: APIRoute) -> bool:
+    """Return whether FastAPI took the response model from an annotation that it reads anew."""
+    annotation = signature_of(route.endpoint).return_annotation
+    if not isinstance(annotation, str):
+        return False
+    model = route.response_model
+    return isinstance(model, ForwardRef) or bool(
+        model == get_typed_return_annotation(route.endpoint)
+    )
 
 
 def guarded_mount(mount: Mount) -> Mount:
@@ -300,8 +377,41 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
         yield RouteInfo(
             served.path,
             isinstance(getattr(served, "original_route", served), WebSocketRoute),
-            getattr(endpoint, "__ingress_func__", endpoint),
+            function_of(endpoint),
         )
+
+
+def function_of(endpoint: Any) -> Callable[..., object]:
+    """Return the user's function that an endpoint runs."""
+    target: Target | None = getattr(endpoint, "__ingress_target__", None)
+    func: Callable[..., object] = endpoint if target is None else target.func
+    return func
+
+
+def check_added(route: BaseRoute) -> None:
+    """Raise `TypeError` for a route for which FastAPI would ask the client for `self`."""
+    for served in served_routes([route]):
+        dependant = getattr(served, "dependant", None)
+        for node in [] if dependant is None else [*nodes_of(dependant), dependant]:
+            if not isinstance(node.call, Lifted):
+                refuse_self_from_client(node.call, f"the route '{served.path}'")
+        if isinstance(inner := getattr(served, "original_route", served), (Mount, Host)):
+            for each in inner.routes or []:
+                check_added(each)
+
+
+def refuse_added(route: Any) -> None:
+    """Have a route that a replica added fail with its error, if it may not be served."""
+    try:
+        check_added(route)
+    except TypeError as error:
+        told = error
+        logger.error("%s", told)
+
+        async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+            raise TypeError(str(told))
+
+        route.app = route.handle = refuse
 
 
 def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: str = "") -> None:
@@ -335,20 +445,37 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
                 "of a mounted app, and those of `add_route`. Use @app.get on the app itself, or "
                 "include a router."
             )
-        elif methods.owns(route.endpoint):
-            name = route.endpoint.__qualname__
-            if mounted_at:
-                raise TypeError(
-                    f"{name} is a route of an app mounted at '{mounted_at}', which is never bound "
-                    f"to {methods.cls.__qualname__}. Declare it on an APIRouter and include that: "
-                    f"app.include_router(router, prefix='{mounted_at}')."
-                )
-            if not isinstance(route, (APIRoute, APIWebSocketRoute)):
-                raise TypeError(
-                    f"{name} was added with Starlette's `add_route`, which calls it with the "
-                    "request and without `self`. Use @app.get, @app.api_route or @app.websocket."
-                )
-            methods.check(route.endpoint)
+        else:
+            _check_owned(route, methods, mounted_at)
+
+
+def _check_owned(route: Any, methods: Methods, mounted_at: str) -> None:
+    name = name_of(route.endpoint)
+    if not methods.owns(route.endpoint):
+        pass
+    elif mounted_at:
+        raise TypeError(
+            f"{name} is a route of an app mounted at '{mounted_at}', which is never bound "
+            f"to {methods.cls.__qualname__}. Declare it on an APIRouter and include that: "
+            f"app.include_router(router, prefix='{mounted_at}')."
+        )
+    elif not isinstance(route, (APIRoute, APIWebSocketRoute)):
+        raise TypeError(
+            f"{name} was added with Starlette's `add_route`, which calls it with the "
+            "request and without `self`. Use @app.get, @app.api_route or @app.websocket."
+        )
+    else:
+        methods.check(route.endpoint)
+    dependant = getattr(route, "dependant", None)
+    for node in [] if dependant is None or not mounted_at else nodes_of(dependant):
+        where = f"a route of the app mounted at '{mounted_at}'"
+        refuse_self_from_client(node.call, where)
+        if methods.takes_self(node.call):
+            raise TypeError(
+                f"{name_of(original_of(node.call))} is a dependency of {where}, which is never "
+                f"bound to {methods.cls.__qualname__}, so the client would be asked for its `self`."
+                f" Include a router instead: app.include_router(router, prefix='{mounted_at}')."
+            )
 
 
 def _streams(route: APIRoute, func: Callable[..., object]) -> Kind | None:
@@ -380,7 +507,7 @@ def _closing(base: Any) -> type[APIRoute]:
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
             handler = super().get_route_handler()
-            func = self.endpoint.__ingress_func__
+            target = self.endpoint.__ingress_target__
 
             async def handle(request: Request) -> Response:
                 opened: list[Any] = []
@@ -389,7 +516,7 @@ def _closing(base: Any) -> type[APIRoute]:
                 if (stack := request_stack(request.scope)) is not None:
                     stack.push_async_callback(_close, opened)
                 response: Response = await handler(request)
-                take_over_stream(response, REPLICA.get().plans[func].pool, opened)
+                take_over_stream(response, REPLICA.get().plans[target].pool, opened)
                 return response
 
             return handle

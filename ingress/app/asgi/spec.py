@@ -27,13 +27,12 @@ from starlette.routing import Router
 from starlette.types import ASGIApp
 
 from ingress.app.asgi.apps import BoundRoutes
-from ingress.app.asgi.methods import Methods
+from ingress.app.asgi.methods import Methods, note_class
 from ingress.app.asgi.parts import Part
 from ingress.app.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
 from ingress.app.asgi.routes import RouteInfo, check_routes
 from ingress.app.asgi.template import RouteTemplates
 from ingress.app.asgi.unbound import hide_self
-from ingress.app.asgi.unserved_routes import note_class
 from ingress.app.asgi.users_app import APPS_LOCK, show_clones
 from ingress.context import ReplicaRuntime
 from ingress.core.base.signatures import signature_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -28,10 +28,12 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from ingress.app.asgi.compat import (
+    REQUEST_STACK,
     Dependant,
     get_cache_key,
     get_dependant,
     request_body_to_args,
+    solve_dependencies,
 )
 from ingress.app.asgi.compat import endpoint_context as extract_endpoint_context
 from ingress.app.asgi.methods import kind_for_fastapi
@@ -92,8 +94,8 @@ class Step:
     """One dependency, or the endpoint: the function, and its parameters.
 
     `parent` is the index of the step that takes the result, as `name`. `cache_key` is equal for
-    steps that share one call, `None` for a step without such others. `single` is the field of a
-    body that is one parameter.
+    steps that share one call, `None` for a step without such others; `full_key` is FastAPI's.
+    `single` is the field of a body that is one parameter.
     """
 
     func: Callable[..., Awaitable[Any]]
@@ -104,7 +106,31 @@ class Step:
     name: str | None = None
     parent: int = _NO_STEP
     cache_key: Any = None
+    full_key: Any = None
     use_cache: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class Progress:
+    """What the steps of one request have done; `index` is the next step.
+
+    `given` has the values for each step, `unnamed` the results that no step takes, `errors` the
+    refusals, `failed` the steps that are left out because of them.
+    """
+
+    index: int = 0
+    given: dict[int, dict[str, Any]] = field(default_factory=dict)
+    unnamed: dict[int, Any] = field(default_factory=dict)
+    results: dict[Any, Any] = field(default_factory=dict)
+    errors: list[Any] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+
+
+class Overridden(Exception):
+    """A dependency has set an override, so that FastAPI must solve others, in its layers."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
 
 
 class Steps:
@@ -114,6 +140,7 @@ class Steps:
     """
 
     __slots__ = (
+        "_begun",
         "_embeds_body",
         "_steps",
         "bare",
@@ -127,6 +154,7 @@ class Steps:
         self.dependant = dependant
         self._embeds_body = embeds_body
         self._steps: list[Step] = []
+        self._begun: dict[int, tuple[int, Dependant]] = {}
         self._add(dependant, endpoint or dependant.call)
         self._forget_unique_keys()
         self.dependencies = list(dependant.dependencies)
@@ -146,18 +174,34 @@ class Steps:
             context["path"] = f"{scope['method']} {prefix}{self.dependant.path}"
         return context
 
-    async def run(self, scope: Scope, body: Any, shared: Shared | None) -> Any:
+    async def run(
+        self,
+        scope: Scope,
+        body: Any,
+        shared: Shared | None,
+        provider: Any = None,
+        progress: Progress | None = None,
+    ) -> Any:
         """Return the endpoint's result. Raises errors of user code, and FastAPI's refusals.
 
         A dependency with invalid parameters is not called, nor is a step that takes its result. All
-        other dependencies are called, because FastAPI reports all errors at once.
+        other dependencies are called, because FastAPI reports all errors at once. Like FastAPI, it
+        looks for overrides before each dependency: raises `Overridden` if an earlier one has set
+        the first in `provider`. Called again with the `progress`, it has FastAPI solve the rest.
         """
-        given: dict[int, dict[str, Any]] = {}
-        results: dict[Any, Any] = {}
-        errors: list[Any] = []
-        failed: set[int] = set()
+        was = progress or Progress()
+        given, results, errors, failed = was.given, was.results, was.errors, was.failed
         result: Any = None
-        for index, step in enumerate(self._steps):
+        steps = iter(enumerate(self._steps[was.index :], was.index))
+        for index, step in steps:
+            if index in self._begun and provider is not None and provider.dependency_overrides:
+                was.index = index
+                if progress is None:
+                    raise Overridden(was)
+                last = await self._solve(scope, body, shared, provider, was)
+                while index < last:
+                    index, _ = next(steps)
+                continue
             values, before = given.get(index) or {}, len(errors)
             if step.sources:
                 _read(step.sources, scope, values, errors)
@@ -179,11 +223,46 @@ class Steps:
                 results.setdefault(key, result)
             if step.name is not None:
                 given.setdefault(step.parent, {})[step.name] = result
+            else:
+                was.unnamed[index] = result
         if errors:
             raise RequestValidationError(
                 errors, body=body, endpoint_ctx=self.endpoint_context(scope)
             )
         return result
+
+    async def _solve(
+        self, scope: Scope, body: Any, shared: Shared | None, provider: Any, was: Progress
+    ) -> int:
+        """Have FastAPI solve the dependency that begins now; return the index of its step."""
+        assert shared is not None  # within FastAPI's layers there is a request
+        last, dependant = self._begun[was.index]
+        cache = dict(was.results)
+        for index, step in enumerate(self._steps[: was.index]):
+            values = was.given.get(step.parent, {})
+            if index in was.unnamed or step.name in values:
+                value = was.unnamed[index] if step.name is None else values[step.name]
+                cache.setdefault(step.full_key, value)
+        solved = await solve_dependencies(
+            request=shared.request,
+            dependant=Dependant(dependencies=[dependant], path=dependant.path),
+            body=body,
+            background_tasks=shared.background,
+            response=_take_response(shared),
+            dependency_overrides_provider=provider,
+            dependency_cache=cache,
+            async_exit_stack=scope[REQUEST_STACK],
+            embed_body_fields=self._embeds_body,
+        )
+        was.results.update(cache)
+        shared.background = solved.background_tasks
+        step = self._steps[last]
+        was.errors += solved.errors
+        if solved.errors:
+            was.failed.add(step.parent)
+        elif step.name is not None:
+            was.given.setdefault(step.parent, {}).update(solved.values)
+        return last
 
     async def _read_body(
         self, step: Step, body: Any, values: dict[str, Any], errors: list[Any]
@@ -205,7 +284,12 @@ class Steps:
         require(kind_for_fastapi(func) is Kind.COROUTINE)
         require(getattr(dependant, "concurrency", None) is None)
         require(not dependant.security_scopes_param_name and not dependant.websocket_param_name)
-        children = [self._add(each, each.call) for each in dependant.dependencies]
+        children = []
+        for each in dependant.dependencies:
+            first = len(self._steps)
+            children.append(self._add(each, each.call))
+            if first:  # before the first one, the route looks itself
+                self._begun[first] = (children[-1], each)
         fields: list[Any] = dependant.body_params
         is_single = len(fields) == 1 and not self._embeds_body and not fields[0].field_info.embed
         step = Step(
@@ -219,12 +303,15 @@ class Steps:
             self._steps[child].name = each.name
             self._steps[child].parent = len(self._steps)
             self._steps[child].use_cache = each.use_cache
-            self._steps[child].cache_key = _cache_key(each)
+            self._steps[child].cache_key = self._steps[child].full_key = _cache_key(each)
         self._steps.append(step)
         return len(self._steps) - 1
 
     def _forget_unique_keys(self) -> None:
-        count = Counter(step.cache_key for step in self._steps)
+        try:
+            count = Counter(step.cache_key for step in self._steps)
+        except Exception as error:  # no dependency that has no hash can be in FastAPI's cache
+            raise Unfit from error
         for step in self._steps:
             if count[step.cache_key] == 1:
                 step.cache_key = None
@@ -234,10 +321,10 @@ def _read(sources: list[_Source], scope: Scope, values: dict[str, Any], errors: 
     """Add the parameters of a step to `values`, and their errors to `errors`."""
     for source in sources:
         received = source.received(scope)
-        for name, key, loc, default, field in source.values:
+        for name, key, loc, default, parameter in source.values:
             value = received.get(key)
             if value is not None:
-                valid, problems = field.validate(value, {}, loc=loc)
+                valid, problems = parameter.validate(value, {}, loc=loc)
                 if problems:
                     errors += problems
                 else:
@@ -245,7 +332,7 @@ def _read(sources: list[_Source], scope: Scope, values: dict[str, Any], errors: 
             elif default is not _NO_CONSTANT:
                 values[name] = default
             else:
-                found, problems = request_params_to_args([field], _NOTHING)
+                found, problems = request_params_to_args([parameter], _NOTHING)
                 values.update(found)
                 errors += problems
         if not source.values:

@@ -60,9 +60,9 @@ def stream_renderer(
     route: CompilableRoute, steps: Steps
 ) -> Callable[[Scope, dict[str, object], Shared | None], Awaitable[Response]]:
     """Return a function from an endpoint's arguments to its response, as FastAPI makes it."""
-    func: Any = getattr(route.dependant.call, "__ingress_func__", None)
+    target: Any = getattr(route.dependant.call, "__ingress_target__", None)
     # Not a `def` that returns a generator: FastAPI calls it before there is a response.
-    require(func is not None and kind(func) in GENERATORS)
+    require(target is not None and kind(target.func) in GENERATORS)
     is_events = makes_events(route)
     response_class = _Events if is_events else _Lines
     has_status = _has_status()
@@ -72,7 +72,7 @@ def stream_renderer(
         given = response_arguments(shared, route.status_code)
         if not has_status:
             given.pop("status_code", None)
-        chunks = _chunks(REPLICA.get().plans[func], values, partial(encode, scope))
+        chunks = _chunks(REPLICA.get().plans[target], values, partial(encode, scope))
         response = response_class(chunks, **given)
         add_written_headers(response, shared)
         return response

@@ -22,26 +22,12 @@ from weakref import WeakSet
 from starlette.applications import Starlette
 from starlette.routing import Router
 
-from ingress.app.asgi.methods import Methods
+from ingress.app.asgi.methods import Methods, classes_of
 from ingress.app.asgi.routes import RouteTree, served_routes
 from ingress.core.execution.execution import code_of, name_of
 from ingress.exceptions import RouteNotServedWarning
 
 logger = logging.getLogger("ingress")
-
-_CLASSES = "_ingress_classes"
-
-
-def note_class(app: object, cls: type) -> None:
-    """Remember that `cls` serves the app or router."""
-    if isinstance(app, (Starlette, Router)):
-        vars(app).setdefault(_CLASSES, []).append(cls)
-
-
-def classes_of(app: object) -> list[type]:
-    """Return the classes that serve the app or router."""
-    classes: list[type] = vars(app).get(_CLASSES, [])
-    return classes
 
 
 def warn_of_routes_not_served(app: Starlette | Router, cls: type, tree: RouteTree) -> None:
