@@ -21,7 +21,8 @@ def answers_of(seed: int) -> object:
     sys.modules[module.__name__] = module
     try:
         text = made.text(plain=True)
-        exec(compile(text, f"{module.__name__}.py", "exec"), vars(module))
+        code = compile(text, f"{module.__name__}.py", "exec", dont_inherit=True)
+        exec(code, vars(module))
         return answers(module.app, made)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

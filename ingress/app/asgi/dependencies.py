@@ -114,17 +114,16 @@ class BoundAsyncGenerator(Lifted):
 
 
 class Dependencies:
-    """The lifted dependencies of a deployment's routes; a replica makes plans for `targets`.
+    """The replacement of the dependencies of one deployment's routes.
 
-    By identity: equal callables are one dependency within a request only.
+    There is one for each place in the tree: equal callables are one dependency within a request
+    only, and FastAPI evaluates an annotation at each place anew.
     """
 
-    __slots__ = ("_lifted", "_providers", "methods", "targets")
+    __slots__ = ("_providers", "methods")
 
     def __init__(self, methods: Methods) -> None:
         self.methods = methods
-        self.targets: list[Target] = []
-        self._lifted: dict[int, tuple[Any, Any]] = {}
         self._providers: dict[int, Overrides] = {}
 
     @contextmanager
@@ -135,19 +134,6 @@ class Dependencies:
             yield
         finally:
             _READING.reset(token)
-
-    def lifted(self, call: Any) -> Any:
-        """Return the replacement of `call`, one for all places in the routes."""
-        if isinstance(call, Lifted):
-            return call
-        call = plain(call)
-        known = self._lifted.get(id(call))
-        if known is None:
-            made = self.replaced(call)
-            known = self._lifted[id(call)] = call, made
-            if isinstance(made, Lifted) and made.is_planned:
-                self.targets.append(made.target)
-        return known[1]
 
     def replaced(self, call: Any) -> Any:
         """Return a replacement of `call`, or `call` if FastAPI may run it.
@@ -254,6 +240,15 @@ def nodes_of(dependant: Dependant) -> Iterator[Dependant]:
         yield each
 
 
+def nodes_of_route(route: Any, *, with_endpoint: bool = False) -> Iterator[Dependant]:
+    """Yield the dependencies of a route as served, none if it is not FastAPI's."""
+    dependant = getattr(route, "dependant", None)
+    if dependant is not None:
+        yield from nodes_of(dependant)
+        if with_endpoint:
+            yield dependant
+
+
 def functions_of(dependant: Dependant) -> Iterator[Callable[..., object]]:
     """Yield the functions of the dependencies, as they run, in the order of their calls."""
     for each in nodes_of(dependant):
@@ -273,7 +268,7 @@ def _read(*, call: Any, **given: Any) -> Dependant:
     reading = call.owner if isinstance(call, Lifted) else _READING.get(None)
     if reading is not None:
         with reading.reading():
-            return get_dependant(call=reading.lifted(call), **given)
+            return get_dependant(call=reading.replaced(call), **given)
     replica = REPLICA.get(None)
     if replica is not None and (methods := replica.dependencies) is not None:
         # User code adds a route to its replica: its methods are bound, and FastAPI runs the rest.

@@ -12,7 +12,7 @@ No part is called: the parts are read from the objects that answer requests.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,10 @@ from starlette.types import ASGIApp
 
 from ingress.app.asgi.compat import Dependant, ServedRoute, base_app
 from ingress.app.asgi.compiled import CompiledRoute
-from ingress.app.asgi.dependencies import Lifted, nodes_of, original_of
+from ingress.app.asgi.dependencies import Lifted, nodes_of_route, original_of
 from ingress.app.asgi.methods import GENERATORS, kind_for_fastapi
 from ingress.app.asgi.routes import api_route, served_routes
-from ingress.core.execution.execution import Role, kind
+from ingress.core.execution.execution import Role, kind, name_of
 
 _FRAMEWORKS = ("fastapi", "starlette", "ingress")
 
@@ -39,6 +39,7 @@ class Part:
 
     `at_once` is the number of its concurrent calls, if something other than threads limits it.
     `is_compiled` says of a FastAPI route whether it is compiled; `None` for all other callables.
+    `guards` are the names of its dependencies, in the order in which FastAPI calls them.
     """
 
     what: str
@@ -46,6 +47,7 @@ class Part:
     role: Role
     at_once: int | None = None
     is_compiled: bool | None = None
+    guards: tuple[str, ...] = ()
 
 
 def app_parts(app: ASGIApp, router: Router) -> list[Part]:
@@ -87,22 +89,23 @@ class _Routes:
         what = f"{'WS' if isinstance(original, WebSocketRoute) else methods} {path}"
         route = api_route(served)
         compiled = None if route is None else isinstance(getattr(route, "app", None), CompiledRoute)
+        nodes = tuple(nodes_of_route(served))
+        guards = tuple(name_of(original_of(each.call)) for each in nodes)
         target = getattr(endpoint, "__ingress_target__", None)
         if target is not None:
-            yield Part(what, target.func, Role.ENDPOINT, is_compiled=compiled)
+            yield Part(what, target.func, Role.ENDPOINT, is_compiled=compiled, guards=guards)
         elif inspect.isclass(endpoint) and issubclass(endpoint, HTTPEndpoint):
             for name in ("get", "head", "post", "put", "patch", "delete", "options"):
                 if hasattr(endpoint, name):
                     yield Part(f"{name.upper()} {path}", getattr(endpoint, name), Role.FRAMEWORK)
         else:
             called = getattr(endpoint, "dispatch", endpoint)  # of Starlette's `WebSocketEndpoint`
-            yield Part(what, called, Role.FRAMEWORK, is_compiled=compiled)
-        if (dependant := getattr(served, "dependant", None)) is not None:
-            yield from self._dependencies(dependant)
+            yield Part(what, called, Role.FRAMEWORK, is_compiled=compiled, guards=guards)
+        yield from self._dependencies(nodes)
 
-    def _dependencies(self, dependant: Dependant) -> Iterator[Part]:
+    def _dependencies(self, nodes: Iterable[Dependant]) -> Iterator[Part]:
         """Yield the dependencies in the order of their calls, innermost first, each once an app."""
-        for each in nodes_of(dependant):
+        for each in nodes:
             call: Any = each.call
             is_lifted = isinstance(call, Lifted)
             # A mounted app calls the original of a lifted dependency.

@@ -17,6 +17,7 @@ from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from types import MethodType
 from typing import Any, ForwardRef, TypeVar
 
@@ -46,7 +47,13 @@ from ingress.app.asgi.compat import (
     with_base_app,
 )
 from ingress.app.asgi.compiled import CompiledRoute
-from ingress.app.asgi.dependencies import Dependencies, Lifted, nodes_of, original_of
+from ingress.app.asgi.dependencies import (
+    Dependencies,
+    Lifted,
+    nodes_of,
+    nodes_of_route,
+    original_of,
+)
 from ingress.app.asgi.guard import guarded
 from ingress.app.asgi.methods import (
     GENERATORS,
@@ -93,11 +100,7 @@ class RouteTree:
         self.dependencies = Dependencies(methods)
         self._others = [Methods(cls) for cls in classes if cls is not methods.cls]
         self._routers: dict[int, Router] = {}
-        self._targets: list[Target] = []
-
-    @property
-    def targets(self) -> list[Target]:
-        return [*self._targets, *self.dependencies.targets]
+        self.targets: list[Target] = []
 
     def clone(self, router: Router) -> Router:
         """Return the router with its endpoints wrapped and its dependencies lifted."""
@@ -107,6 +110,9 @@ class RouteTree:
             # This also fills FastAPI's caches of the included routes. Filled later, they would have
             # the user's callables.
             for served in served_routes(cloned.routes):
+                for call in map(attrgetter("call"), nodes_of_route(served)):
+                    if isinstance(call, Lifted) and call.is_planned:
+                        self.targets.append(call.target)
                 route = api_route(served)
                 if route is not None and getattr(route, "app", None) is not None:
                     with suppress(Unfit):
@@ -143,7 +149,7 @@ class RouteTree:
             return None
         self.endpoints.add(id(route.endpoint))
         target = self.methods.target(route.endpoint, is_endpoint=True)
-        self._targets.append(target)
+        self.targets.append(target)
         is_api = isinstance(route, APIRoute)
         # For a WebSocket the router, not the route, keeps the provider of dependency overrides.
         keeper = route if is_api else router
@@ -391,8 +397,7 @@ def function_of(endpoint: Any) -> Callable[..., object]:
 def check_added(route: BaseRoute) -> None:
     """Raise `TypeError` for a route for which FastAPI would ask the client for `self`."""
     for served in served_routes([route]):
-        dependant = getattr(served, "dependant", None)
-        for node in [] if dependant is None else [*nodes_of(dependant), dependant]:
+        for node in nodes_of_route(served, with_endpoint=True):
             if not isinstance(node.call, Lifted):
                 refuse_self_from_client(node.call, f"the route '{served.path}'")
         if isinstance(inner := getattr(served, "original_route", served), (Mount, Host)):
@@ -466,8 +471,7 @@ def _check_owned(route: Any, methods: Methods, mounted_at: str) -> None:
         )
     else:
         methods.check(route.endpoint)
-    dependant = getattr(route, "dependant", None)
-    for node in [] if dependant is None or not mounted_at else nodes_of(dependant):
+    for node in nodes_of_route(route) if mounted_at else ():
         where = f"a route of the app mounted at '{mounted_at}'"
         refuse_self_from_client(node.call, where)
         if methods.takes_self(node.call):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.app.asgi.compat import ServedRoute
-from ingress.app.asgi.dependencies import nodes_of
+from ingress.app.asgi.dependencies import nodes_of_route
 from ingress.app.asgi.methods import Methods, classes_of
 from ingress.app.asgi.routes import served_routes
 from ingress.core.base.signatures import signature_of
@@ -37,7 +37,7 @@ def refusal(app: Any, scope: Scope) -> ASGIApp | None:
     classes = list(map(Methods, classes_of(app)))
     is_start = scope["type"] == "lifespan"
     for served in served_routes(app.routes) if classes else ():
-        calls = [_endpoint(served), *_dependencies(served)]
+        calls = [_endpoint(served), *(node.call for node in nodes_of_route(served))]
         owner = next((each.cls for each in classes if any(map(each.takes_self, calls))), None)
         if owner is not None and (is_start or served.matches(scope)[0] is Match.FULL):
             told = _told(app, owner)
@@ -59,11 +59,6 @@ def hide_self(app: Starlette, cls: type) -> None:
             dependant.query_params[:] = [
                 field for field in dependant.query_params if field.name != name
             ]
-
-
-def _dependencies(served: ServedRoute) -> Iterator[Any]:
-    dependant = getattr(served, "dependant", None)
-    yield from () if dependant is None else (node.call for node in nodes_of(dependant))
 
 
 def _endpoint(served: ServedRoute) -> Callable[..., object] | None:

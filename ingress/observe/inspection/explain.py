@@ -71,6 +71,7 @@ class Row:
 
     `func` is `None` if it is known only at run time. `findings` are for the current flag.
     `is_compiled` says of a FastAPI route whether it is compiled; `None` for all other callables.
+    `guards` are the names of its dependencies, in the order in which FastAPI calls them.
     """
 
     deployment: str
@@ -83,6 +84,7 @@ class Row:
     places: tuple[Place, Place]
     findings: tuple[Finding, ...]
     is_compiled: bool | None = None
+    guards: tuple[str, ...] = ()
 
     @property
     def is_route(self) -> bool:
@@ -215,6 +217,7 @@ class _Planner:
             (self._place(plans[0], part), self._place(plans[1], part)),
             () if part.what == "teardown" else tuple(self._findings(plans[self._flag], kind)),
             part.is_compiled,
+            part.guards,
         )
 
     def _unknown(self, what: str, text: str, role: Role) -> Row:

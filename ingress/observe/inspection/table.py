@@ -23,7 +23,13 @@ from ingress.observe.inspection.explain import Explanation, Finding, Level, Plac
 READABLE = 100
 """Longest line of prose, in characters."""
 
-_LEFT_OUT = ((), ("why",), ("why", "compiled"), ("why", "compiled", "findings"))
+_LEFT_OUT = (
+    (),
+    ("why",),
+    ("why", "guards"),
+    ("why", "guards", "compiled"),
+    ("why", "guards", "compiled", "findings"),
+)
 """The columns that a narrow terminal does without, in the order of the attempts."""
 
 _COMPILED = {True: Text("yes"), False: Text("no", "yellow"), None: Text()}
@@ -92,6 +98,7 @@ def _row_as_json(row: Row) -> dict[str, object]:
         "name": row.name,
         "kind": row.kind,
         "compiled": row.is_compiled,
+        "guards": list(row.guards),
         "file": row.file,
         "line": row.line,
         "places": {str(flag): asdict(place) for flag, place in enumerate(row.places)},
@@ -141,6 +148,7 @@ def _columns(rows: list[Row], explanation: Explanation, *, diff: bool) -> dict[s
         "code": [Text(row.name, "bold") for row in rows],
         "written": [Text(row.kind) for row in rows],
         "compiled": [_COMPILED[row.is_compiled] for row in rows],
+        "guards": [Text(", ".join(row.guards)) for row in rows],
         **places,
         "threads": [Text("-" if each.threads is None else str(each.threads)) for each in here],
         "why": [Text(each.reason, "dim") for each in here],
@@ -149,7 +157,7 @@ def _columns(rows: list[Row], explanation: Explanation, *, diff: bool) -> dict[s
             for row in rows
         ],
     }
-    if_any = ("compiled", "findings")
+    if_any = ("compiled", "guards", "findings")
     return {head: cells for head, cells in columns.items() if head not in if_any or any(cells)}
 
 
