@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: bench-batching dist docs docs-serve help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
-	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite clean
+	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-differential clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
@@ -194,6 +194,12 @@ test-fastapi-pre: .venv-fastapi/pre/.test
 
 test-fastapi-suite: .venv-fastapi-suite/.made ## FastAPI's own tests, plain and through deployments: 10 minutes
 	@.venv-fastapi-suite/bin/python -m tests.fastapi_suite $(ARGS)
+
+test-differential: .venv/.test ## Random applications, plain and as a class; COUNT=20000, at all flags: an hour
+	@$(BIN)/python -m tests.differential.compare $(or $(COUNT),2000) $(ARGS)
+	@$(BIN)/python -m tests.differential.compare 100 --first 1000000 --processes
+	@$(BIN)/python -m tests.differential.compare 50 --first 2000000 --server
+	@$(BIN)/python -m tests.differential.mutants
 
 clean: ## Remove the environments and caches
 	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-page .venv-ecosystem .ecosystem \

@@ -1,6 +1,6 @@
 """The differences between both renderings of random programs.
 
-    python -m tests.differential.compare COUNT [--first SEED] [--flags 011] [--processes] [--server]
+    python -m tests.differential.compare COUNT [--first SEED] [--flags 011] [--processes | --server]
 
 `--flags` are the digits of sync in threadpool, user code in separate thread, router in separate
 loop; without it, one combination after the other gets the same share of the programs.
@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from ingress.core.base.settings import (
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
-from tests.differential.asking import answers
+from tests.differential.asking import answers, over_sockets
 from tests.differential.programs import Program, program
 
 SECRET = "SECRET-OF"
@@ -88,6 +89,29 @@ def answers_of(made: Program, folder: str, *, options: str = "") -> Any:
         sys.modules.pop(name, None)
 
 
+def answers_of_server(made: Program, folder: str) -> Any:
+    """Return the answers of `ingress run` over a socket, or its output if it does not start."""
+    name = f"program_{made.seed}"
+    served = "\nimport ingress as serve\napi = serve.deployment(serve.ingress(app)(Api)).bind()\n"
+    Path(folder, f"{name}.py").write_text(made.text(plain=False) + served)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "ingress", "run", f"{name}:api", "--app-dir", folder]
+    with tempfile.TemporaryFile("w+") as output:
+        server = subprocess.Popen(
+            [*command, "--port", str(port), "--admin", "off"], stdout=output, stderr=output
+        )
+        try:
+            return over_sockets(f"127.0.0.1:{port}", made)
+        except Exception as error:
+            output.seek(0)
+            return f"{type(error).__name__}: {error}; {output.read()}"
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
 def differences(ours: Any, plain: Any) -> Iterator[str]:
     """Yield the differences of two lists of answers, and each open guard and leaked instance."""
     if SECRET in json.dumps(ours):
@@ -134,7 +158,12 @@ def flags_set(digits: str) -> Iterator[None]:
 
 
 def compare(
-    seeds: range, flags: list[str], *, options: str = "", report: Any = print
+    seeds: range,
+    flags: list[str],
+    *,
+    options: str = "",
+    over_socket: bool = False,
+    report: Any = print,
 ) -> tuple[int, Counter[str]]:
     """Return the number of programs with differences, and the number of refusals by their rule."""
     bad, refused = 0, Counter[str]()
@@ -146,7 +175,11 @@ def compare(
         for number, seed in enumerate(seeds):
             plain.ask(seed)  # both work at the same time
             with flags_set(flags[number % len(flags)]):
-                ours = answers_of(program(seed), folder, options=options)
+                ours = (
+                    answers_of_server(program(seed), folder)
+                    if over_socket
+                    else answers_of(program(seed), folder, options=options)
+                )
             theirs = plain.answers()
             if isinstance(theirs, str):
                 refused["not by plain FastAPI either"] += 1
@@ -168,13 +201,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--flags", default="")
     parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--server", action="store_true")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     all_flags = ["".join(each) for each in itertools.product("01", repeat=3)]
     options = "isolation='process'" if given.processes else ""
     seeds, began = range(given.first, given.first + given.count), time.monotonic()
-    bad, refused = compare(seeds, [given.flags] if given.flags else all_flags, options=options)
+    flags = [given.flags] if given.flags else all_flags
+    bad, refused = compare(seeds, flags, options=options, over_socket=given.server)
     took = time.monotonic() - began
     told = ", ".join(f"{rule}: {count}" for rule, count in refused.items()) or "none"
     print(f"{given.count} programs in {took:.0f} s, {bad} with differences; refused: {told}")

@@ -396,37 +396,40 @@ def _read(func: Any, owner: type | None = None, *, skip_first: bool = False) -> 
 
 
 def _evaluated(annotation: Any, func: FunctionType | None, owner: type | None) -> Any:
+    """Return the value of an annotation.
+
+    A method may have the name of a type, such as `list` or `date`, by chance: then the type is
+    meant, but not in an annotation with a dependency.
+    """
     while isinstance(annotation, str):  # twice, if it is quoted below the future import
-        names = _Names(func, owner)
-        annotation = eval(annotation, names.module, names)
+        text, module = annotation, {} if func is None else func.__globals__
+        try:
+            annotation = eval(text, module, _names(func, owner))
+        except TypeError:
+            if "Depends" in text or "Security" in text:
+                raise
+            annotation = eval(text, module)
+        if isinstance(annotation, FunctionType):
+            annotation = eval(text, module)
     return annotation
 
 
-class _Names(ChainMap[str, Any]):
-    """The names that an annotation of a method may have.
+def _names(func: FunctionType | None, owner: type | None) -> ChainMap[str, Any]:
+    """Return the names that an annotation of a method may have, as if evaluated where it stands.
 
-    As if it were evaluated where it stands: those of the class so far, of the module, of Python.
-    Then those that come later, and those of the bases. A method has the name of a type, such as
-    `list` or `date`, by chance: the type is meant.
+    Those of the class so far, of the module, of Python; then the class's later ones, and those of
+    its bases.
     """
-
-    def __init__(self, func: FunctionType | None, owner: type | None) -> None:
-        self.module = {} if func is None else func.__globals__
-        own, so_far = {} if owner is None else dict(vars(owner)), {}
-        for name, value in own.items():
-            if func is not None and (_innermost(plain(value)) is func or name == func.__name__):
-                break
-            so_far[name] = value
-        if owner is not None:
-            so_far[owner.__name__] = owner
-        self.outside = ChainMap(self.module, vars(builtins))
-        bases: list[Any] = [] if owner is None else list(map(vars, owner.__mro__[1:]))
-        super().__init__(so_far, self.module, vars(builtins), own, *bases)
-
-    def __getitem__(self, name: str) -> Any:
-        found, outside = super().__getitem__(name), self.outside.get(name)
-        is_type = isinstance(outside, type) or hasattr(outside, "__origin__")
-        return outside if is_type and not isinstance(found, type) else found
+    module = {} if func is None else func.__globals__
+    own, so_far = {} if owner is None else dict(vars(owner)), {}
+    for name, value in own.items():
+        if func is not None and (_innermost(plain(value)) is func or name == func.__name__):
+            break
+        so_far[name] = value
+    if owner is not None:
+        so_far[owner.__name__] = owner
+    bases: list[Any] = [] if owner is None else list(map(vars, owner.__mro__[1:]))
+    return ChainMap(so_far, module, vars(builtins), own, *bases)
 
 
 # Refusals.

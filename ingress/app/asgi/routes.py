@@ -22,7 +22,7 @@ from types import MethodType
 from typing import Any, ForwardRef, TypeVar
 
 from fastapi import params
-from fastapi.routing import APIRoute, APIWebSocketRoute
+from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -125,6 +125,9 @@ class RouteTree:
         known = self._routers.get(id(router))
         if known is None:
             known = self._routers[id(router)] = copy.copy(router)
+            if isinstance(known, APIRouter):
+                provider = known.dependency_overrides_provider
+                known.dependency_overrides_provider = self.dependencies.overrides(provider)
             routes = (self._route(route, router) for route in router.routes)
             known.routes = [route for route in routes if route is not None]
             known.middleware_stack = rebased(router.middleware_stack, router.app, known.app)
@@ -176,7 +179,7 @@ class RouteTree:
 
         def swap(value: Any) -> Any:
             if isinstance(value, MethodType) and value.__self__ is route:
-                return getattr(clone, value.__name__)
+                return MethodType(value.__func__, clone)
             if is_fastapis(value, route.dependant) or is_alike(value, made):
                 return made
             return None
@@ -198,7 +201,8 @@ class RouteTree:
                 )
             vars(clone)[name] = value if kept is None else kept
         call: Any = route.dependant.call
-        if call is not route.endpoint and hasattr(clone.dependant.call, "__ingress_target__"):
+        # Integrations wrap the call when a route is made: then the clone's is wrapped as well.
+        if call is not route.endpoint and clone.dependant.call is clone.endpoint:
             raise TypeError(
                 f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was "
                 "replaced after the route was made. Decorate it below the route."
@@ -473,13 +477,13 @@ def _check_owned(route: Any, methods: Methods, mounted_at: str) -> None:
         methods.check(route.endpoint)
     for node in nodes_of_route(route) if mounted_at else ():
         where = f"a route of the app mounted at '{mounted_at}'"
-        refuse_self_from_client(node.call, where)
         if methods.takes_self(node.call):
             raise TypeError(
                 f"{name_of(original_of(node.call))} is a dependency of {where}, which is never "
                 f"bound to {methods.cls.__qualname__}, so the client would be asked for its `self`."
                 f" Include a router instead: app.include_router(router, prefix='{mounted_at}')."
             )
+        refuse_self_from_client(node.call, where)
 
 
 def _streams(route: APIRoute, func: Callable[..., object]) -> Kind | None:

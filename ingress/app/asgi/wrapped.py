@@ -98,7 +98,8 @@ def _parts(layer: Any) -> Iterator[tuple[str, Any]]:
 def is_fastapis(app: Any, dependant: object) -> bool:
     """Return whether FastAPI made an app for a dependant, and nothing has been put around it."""
     if isinstance(app, partial):
-        return any(is_fastapis(each, dependant) for each in app.args)
+        is_own = getattr(app.func, "__module__", "").startswith(_LIBRARIES)
+        return is_own and any(is_fastapis(each, dependant) for each in app.args)
     if not isinstance(app, FunctionType):
         is_layer = type(app).__module__.startswith(_LIBRARIES) and hasattr(app, "app")
         return is_layer and is_fastapis(app.app, dependant)

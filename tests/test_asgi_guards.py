@@ -1,0 +1,652 @@
+"""A guard is never open: what a function of a class gets, and the starts that are refused."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import Annotated, Any, NamedTuple
+
+import pytest
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, WebSocket
+from fastapi.dependencies.utils import get_parameterless_sub_dependant
+from fastapi.routing import APIRoute
+from starlette.responses import PlainTextResponse
+from starlette.routing import request_response
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
+
+from ingress.app.asgi import ingress
+from ingress.exceptions import RayServeException
+from tests.asgi_helpers import bound, json_of, serve
+
+TOKEN = {"x-token": "t"}
+Token = Annotated[str, Header(alias="x-token")]
+
+
+def refuse(token: Token = "") -> str:
+    if not token:
+        raise HTTPException(401)
+    return token
+
+
+def statuses(cls: type, *paths: str, **options: Any) -> list[int]:
+    with serve(cls, raise_server_exceptions=False) as client:
+        return [client.get(path, **options).status_code for path in paths]
+
+
+# The rule for `self`.
+
+
+def test_a_function_of_the_class_without_self_runs_as_it_is_written(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        def need(token: Token = "") -> str:  # type: ignore[misc]
+            return refuse(token)
+
+        def asked(request: Request) -> str:  # type: ignore[misc]
+            return request.url.path
+
+        @app.get("/need", dependencies=[Depends(need), Depends(lambda: None)])
+        async def guarded(self, token: Annotated[str, Depends(need)]) -> str:
+            return token
+
+        @app.get("/asked")
+        async def where(self, path: Annotated[str, Depends(asked)]) -> str:
+            return path
+
+    with serve(K) as client:
+        for overrides in ({}, {print: refuse}):
+            app.dependency_overrides = overrides
+            assert client.get("/need").status_code == 401
+            assert client.get("/need", headers=TOKEN).json() == "t"
+            assert client.get("/asked").json() == "/asked"
+
+
+def test_a_function_of_the_module_that_the_class_also_has_is_not_its_method(app: FastAPI) -> None:
+    class Guards:
+        need = refuse
+
+    @ingress(app)
+    class K(Guards):
+        also = refuse
+
+    app.get("/", dependencies=[Depends(Guards.need), Depends(K.also)])(lambda: "through")
+    assert statuses(K, "/", "/?self=x") == [401, 401]
+
+
+@pytest.mark.parametrize("form", ["endpoint", "dependency"])
+def test_where_the_first_parameter_may_be_either_the_start_is_refused(
+    form: str, app: FastAPI
+) -> None:
+    class K:
+        def need(token: str) -> str:  # type: ignore[misc]
+            return token
+
+        def page(limit: int = 3) -> int:  # type: ignore[misc]
+            return limit
+
+    if form == "endpoint":
+        app.get("/")(K.page)
+    else:
+        app.get("/", dependencies=[Depends(K.need)])(lambda: None)
+    with pytest.raises((TypeError, RayServeException)) as caught:
+        bound(ingress(app)(K))
+
+    told = str(caught.value)
+    assert f"K.{'page' if form == 'endpoint' else 'need'}" in told
+    assert "test_asgi_guards.py:" in told
+    assert "`self` as its first parameter" in told
+    assert "@staticmethod" in told
+
+
+def test_the_name_of_the_instance_is_that_of_the_constructor_or_self_or_this(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        def __init__(me) -> None:
+            me.name = "K"
+
+        def own(me, self: str = "asked") -> list[str]:
+            return [me.name, self]
+
+        @app.get("/")
+        async def root(this, own: Annotated[list[str], Depends(own)]) -> list[str]:
+            return [this.name, *own]
+
+    assert json_of(K, "/?self=client") == ["K", "K", "client"]
+
+
+def test_methods_of_two_classes_with_the_same_names_are_told_apart() -> None:
+    app = FastAPI()
+
+    def made(name: str) -> type:
+        @ingress(app)
+        class K:
+            label = name
+
+            @app.get(f"/{name}")
+            def root(self) -> str:
+                return self.label
+
+        return K
+
+    first, second = made("first"), made("second")
+    assert statuses(first, "/first", "/second") == [200, 404]
+    assert statuses(second, "/first", "/second") == [404, 200]
+
+
+def test_an_override_of_a_subclass_must_take_the_instance_too(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        def guard(self) -> None:
+            raise HTTPException(401)
+
+        @app.get("/", dependencies=[Depends(guard)])
+        def root(self) -> None: ...
+
+    class Sub(K):
+        def guard(token: str = "") -> str:  # type: ignore[misc, override]
+            return token
+
+    with pytest.raises(TypeError, match=r"Sub\.guard.* must take the same parameters"):
+        bound(Sub)
+
+
+# Decorators on methods.
+
+
+def retried(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper that calls through an object whose own parameter is `self`, as tenacity."""
+
+    class Retrying:
+        async def __call__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return await func(*args, **kwargs)
+
+    @wraps(func)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return await Retrying()(func, *args, **kwargs)
+
+    return wrapper
+
+
+def first_argument(func: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return f"{args[0].name}: {func(*args, **kwargs)}"
+
+    return wrapper
+
+
+def by_keyword(func: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return f"{kwargs['request'].url.path} {func(*args, **kwargs)}"
+
+    return wrapper
+
+
+class Cached:
+    """A decorator that is an object, as wrapt and async_lru make them."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, func)
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def test_a_wrapper_gets_the_instance_as_a_method_call_passes_it(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.name = "K"
+
+        @retried
+        async def dependency(self) -> str:
+            return self.name
+
+        @functools.lru_cache  # noqa: B019
+        def settings(self) -> str:
+            return self.name
+
+        @Cached
+        def cached(self, n: int = 1) -> str:
+            return self.name * n
+
+        @app.get("/retried")
+        @retried
+        async def root(self, n: int, name: Annotated[str, Depends(dependency)]) -> str:
+            return self.name + name * n
+
+        @app.get("/first")
+        @first_argument
+        def first(self, name: Annotated[str, Depends(settings)]) -> str:
+            return name
+
+        @app.get("/cached")
+        def of_cached(self, name: Annotated[str, Depends(cached)]) -> str:
+            return name
+
+        @app.get("/request")
+        @by_keyword
+        def asked(self, request: Request) -> str:
+            return self.name
+
+    with serve(K) as client:
+        assert client.get("/retried?n=2").json() == "KKK"
+        assert client.get("/first").json() == "K: K"
+        assert client.get("/cached?n=2").json() == "KK"
+        assert client.get("/request").json() == "/request K"
+        app.dependency_overrides[print] = refuse
+        assert client.get("/first").json() == "K: K"
+
+
+def test_a_decorator_that_hides_the_method_is_refused_or_bound(app: FastAPI) -> None:
+    class Hiding:
+        def __init__(self, func: Callable[..., Any]) -> None:
+            functools.update_wrapper(self, func)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("never called")
+
+    @ingress(app)
+    class K:
+        @Hiding
+        def guard(self) -> None: ...
+
+        @app.get("/", dependencies=[Depends(guard)])
+        def root(self) -> None: ...
+
+    with pytest.raises(TypeError, match=r"ask the client.*functools\.wraps"):
+        bound(K)
+
+
+# The client never supplies `self`.
+
+
+def test_a_method_of_the_class_below_a_mounted_app_is_refused() -> None:
+    app, sub = FastAPI(), FastAPI()
+
+    class K:
+        def guard(self) -> None: ...
+
+    sub.get("/", dependencies=[Depends(K.guard)])(lambda: None)
+    app.mount("/sub", sub)
+    with pytest.raises(TypeError, match=r"K\.guard is a dependency of .* mounted at '/sub'"):
+        bound(ingress(app)(K))
+
+
+@pytest.mark.parametrize("place", ["guard", "override"])
+def test_a_method_of_another_class_is_refused(place: str, app: FastAPI) -> None:
+    class Other:
+        def guard(self) -> None: ...
+
+    call = Other.guard if place == "guard" else refuse
+    app.get("/", dependencies=[Depends(call)])(lambda: None)
+    if place == "override":
+        app.dependency_overrides[refuse] = Other.guard
+    with pytest.raises(TypeError, match=r"Other\.guard\(self\).* ask the client"):
+        bound(ingress(app)())
+
+
+def test_a_route_that_the_constructor_adds_has_its_methods_bound(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.name = "K"
+            app.add_api_route("/own", self.own)
+            app.add_api_route("/raw", K.raw, dependencies=[Depends(K.guard)])
+
+        def guard(self, token: Token = "") -> str:
+            return self.name + refuse(token)
+
+        async def own(self, user: str = Depends(guard)) -> str:
+            return user
+
+        def raw(self) -> str:
+            return self.name
+
+    with serve(K) as client:
+        for query in ("", "?self=client"):
+            assert client.get(f"/own{query}").status_code == 401
+            assert client.get(f"/own{query}", headers=TOKEN).json() == "Kt"
+            assert client.get(f"/raw{query}").status_code == 401
+            assert client.get(f"/raw{query}", headers=TOKEN).json() == "K"
+
+
+def test_a_later_route_that_would_ask_for_self_is_refused_by_name(
+    app: FastAPI, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Other:
+        def guard(self) -> None: ...
+
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.is_added = False
+
+        @app.get("/add")
+        async def add(self) -> None:
+            app.add_api_route("/late", lambda: "open", dependencies=[Depends(Other.guard)])
+
+    with serve(K, raise_server_exceptions=False) as client:
+        assert client.get("/add").status_code == 200
+        with caplog.at_level(logging.ERROR, logger="ingress"):
+            assert client.get("/late?self=x").status_code == 500
+        assert "Other.guard" in caplog.text
+
+    @ingress(FastAPI())
+    class AtStart:
+        def __init__(self) -> None:
+            router = APIRouter()
+            router.add_api_route("/late", lambda: None, dependencies=[Depends(Other.guard)])
+            AtStart.__ingress_spec__.app.include_router(router)  # type: ignore[attr-defined]
+
+    with pytest.raises(TypeError, match=r"'/late'.*Other\.guard"), serve(AtStart):
+        pass
+
+
+def test_an_app_that_is_served_without_its_deployment_asks_for_no_self(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        def guard(self) -> str:
+            return "guard"
+
+    app.get("/")(lambda user=Depends(K.guard): user)
+    answer = TestClient(app).get("/?self=client")
+    assert answer.status_code == 500
+    assert "served without its deployment K" in answer.text
+
+
+# Annotations that name what the class has.
+
+
+class Module:
+    """The name `guard` is in the module too, and is another function."""
+
+
+def guard() -> str:
+    return "of the module"
+
+
+def test_strings_name_what_the_class_has_so_far(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        def list(self, user: Annotated[str, Depends(guard)]) -> list[str]:
+            return [user]
+
+        def guard(self, token: Token = "") -> str:
+            return refuse(token)
+
+        Guarded = Annotated[str, Depends(guard)]
+
+        @app.get("/alias")
+        async def alias(self, user: Guarded = "nobody") -> str:
+            return user
+
+        @app.get("/inline")
+        async def inline(self, user: Annotated[str, Depends(guard)] = "nobody") -> str:
+            return user
+
+        @app.get("/below")
+        async def below(
+            self,
+            users: Annotated[Any, Depends(list)] = None,
+        ) -> Any:
+            return users
+
+        @app.websocket("/ws")
+        async def ws(self, socket: WebSocket, user: Guarded = "nobody") -> None:
+            await socket.accept()
+
+    with serve(K) as client:
+        for overrides in ({}, {print: refuse}):
+            app.dependency_overrides = overrides
+            assert [client.get(path).status_code for path in ("/alias", "/inline")] == [401, 401]
+            assert client.get("/alias", headers=TOKEN).json() == "t"
+            assert client.get("/below").json() == ["of the module"]
+            with pytest.raises(WebSocketDisconnect):
+                client.websocket_connect("/ws").__enter__()
+        assert client.get("/openapi.json").status_code == 200
+
+
+def test_an_annotation_that_cannot_be_read_is_refused_because_it_may_be_a_guard(
+    app: FastAPI,
+) -> None:
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self, user: Annotated[str, Depends(nowhere)] = "nobody") -> None: ...  # noqa: F821
+
+    with pytest.raises(TypeError, match=r"annotation 'Annotated.*Depends\(nowhere\).* of 'user'"):
+        bound(K)
+
+
+# Equality and overrides.
+
+
+class CanRead(NamedTuple):
+    area: str
+
+    def __call__(self) -> str:
+        return "may read"
+
+
+class CanWrite(NamedTuple):
+    area: str
+
+    def __call__(self, key: str = "") -> str:
+        if key != "k":
+            raise HTTPException(403)
+        return "may write"
+
+
+def test_equal_callables_of_two_routes_are_two_dependencies_and_endpoints(app: FastAPI) -> None:
+    read: Any = CanRead("shop")
+    write: Any = CanWrite("shop")
+    assert read == write
+    app.get("/read", dependencies=[Depends(read)])(lambda: None)
+    app.get("/write", dependencies=[Depends(write)])(lambda: None)
+    app.get("/reads")(read)
+    app.get("/writes")(write)
+    paths = "/read", "/write", "/write?key=k", "/reads", "/writes", "/writes?key=k"
+    assert statuses(ingress(app)(), *paths) == [200, 403, 200, 200, 403, 200]
+
+
+def test_the_last_depends_of_an_annotated_counts_with_overrides_too(app: FastAPI) -> None:
+    User = Annotated[str, Depends(guard)]
+    admin = Annotated[User, Depends(refuse)]
+    app.get("/")(lambda who=None: who)
+    page: Any = lambda who: who  # noqa: E731
+    page.__annotations__ = {"who": admin}
+    app.get("/page")(page)
+    app.dependency_overrides[print] = guard
+    assert statuses(ingress(app)(), "/page") == [401]
+
+
+def test_an_override_that_depends_on_what_it_overrides_is_refused_by_name(app: FastAPI) -> None:
+    def mocked(real: Annotated[str, Depends(guard)]) -> str:
+        return real
+
+    app.get("/")(lambda user=Depends(guard): user)
+    cls = ingress(app)()
+    with serve(cls) as client:
+        app.dependency_overrides[guard] = mocked
+        with pytest.raises(RuntimeError, match=r"dependency_overrides\[guard\] is .*mocked"):
+            client.get("/")
+    with pytest.raises(RuntimeError, match=r"depends on guard"):
+        bound(cls)
+
+
+def test_an_override_that_an_earlier_dependency_sets_counts_for_later_ones(app: FastAPI) -> None:
+    calls: list[str] = []
+
+    def other() -> str:
+        calls.append("other")
+        return "other"
+
+    def real() -> str:
+        calls.append("real")
+        return "real"
+
+    def below(real: str = Depends(real)) -> str:
+        calls.append("below")
+        return f"below {real}"
+
+    def setting() -> None:
+        app.dependency_overrides[real] = fake
+
+    def fake(also: str = Depends(other)) -> Iterator[str]:
+        calls.append(f"fake {also}")
+        yield "fake"
+        calls.append("end of fake")
+
+    @app.get("/")
+    async def root(
+        number: int,
+        first: str = Depends(other),
+        _: None = Depends(setting),
+        last: str = Depends(below),
+    ) -> list[str]:
+        calls.append("root")
+        return [first, last]
+
+    with serve(ingress(app)()) as client:
+        for _round in range(2):  # at the second one it is there from the start
+            calls.clear()
+            assert client.get("/?number=1").json() == ["other", "below fake"]
+            assert calls == ["other", "fake other", "below", "root", "end of fake"]
+        app.dependency_overrides.clear()
+        assert client.get("/?number=x").json()["detail"][0]["loc"] == ["query", "number"]
+
+
+# Layers around routes.
+
+
+class Layer:
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (b"x-token", b"t") not in scope["headers"]:
+            await PlainTextResponse("no", 401)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+class Slotted(Layer):
+    __slots__ = ("app",)
+
+
+def closure(app: ASGIApp) -> ASGIApp:
+    async def layer(scope: Scope, receive: Receive, send: Send) -> None:
+        await Layer(app)(scope, receive, send)
+
+    return layer
+
+
+def default(app: ASGIApp) -> ASGIApp:
+    async def layer(
+        scope: Scope, receive: Receive, send: Send, inner: ASGIApp = app, *, other: Any = None
+    ) -> None:
+        await Layer(inner)(scope, receive, send)
+
+    return layer
+
+
+async def checked(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await Layer(app)(scope, receive, send)
+
+
+LAYERS: list[Callable[[ASGIApp], Any]] = [
+    Layer, Slotted, closure, default,
+    lambda app: partial(checked, app),
+    lambda app: Layer(closure(app)).__call__,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=range(len(LAYERS)))
+@pytest.mark.parametrize("name", ["app", "handle"])
+def test_a_layer_around_a_route_is_kept_and_the_app_inside_is_bound(
+    layer: Callable[[ASGIApp], Any], name: str, app: FastAPI
+) -> None:
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.name = "K"
+
+        @app.get("/")
+        def root(self) -> str:
+            return self.name
+
+    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
+    setattr(route, name, layer(getattr(route, name)))
+    with serve(K, replicas=2) as client:
+        for _ in range(2):
+            assert client.get("/").status_code == 401
+            assert client.get("/", headers=TOKEN).json() == "K"
+
+
+def test_an_app_that_replaces_that_of_a_route_is_kept_if_it_needs_no_instance(
+    app: FastAPI,
+) -> None:
+    async def replaced(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("replaced")
+
+    @ingress(app)
+    class K:
+        def root(self) -> None: ...
+
+    app.get("/free")(lambda: "declared")
+    for path in ("/free", "/openapi.json", "/docs"):
+        route: Any = next(each for each in app.routes if getattr(each, "path", "") == path)
+        route.app = request_response(replaced)
+    with serve(K) as client:
+        assert [client.get(path).text for path in ("/free", "/openapi.json", "/docs")] == [
+            "replaced"
+        ] * 3
+
+    app.get("/bound")(K.root)
+    route = app.routes[-1]
+    route.app = request_response(replaced)
+    with pytest.raises(TypeError, match=r"`app` of the route '/bound' of K\.root was replaced"):
+        bound(K)
+
+
+def test_a_dependency_that_is_put_into_a_finished_route_runs(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        @app.get("/")
+        def root(self) -> None: ...
+
+    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
+    node = get_parameterless_sub_dependant(depends=Depends(refuse), path="/")
+    route.dependant.dependencies.insert(0, node)
+    assert statuses(K, "/") == [401]
+    assert statuses(K, "/", headers=TOKEN) == [200]
+
+
+def test_an_endpoint_that_is_replaced_in_a_finished_route_is_refused(app: FastAPI) -> None:
+    app.get("/")(lambda: "declared")
+    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
+    route.dependant.call = lambda: "replaced"
+    with pytest.raises(TypeError, match=r"route '/'.* was replaced after the route was made"):
+        bound(ingress(app)())
+
+
+def test_nothing_of_a_request_stays_in_a_replica_with_overrides(app: FastAPI) -> None:
+    app.get("/")(lambda user=Depends(guard): user)
+    with ExitStack() as stack, serve(ingress(app)()) as client:
+        stack.callback(app.dependency_overrides.clear)
+        replica: Any = client.app.replicas[0]  # type: ignore[attr-defined]
+        before = len(replica.context.plans)
+        for number in range(20):
+            app.dependency_overrides[guard] = partial(lambda n: str(n), number)
+            assert client.get("/").json() == str(number)
+        assert len(replica.context.plans) == before
