@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -110,20 +110,19 @@ class Step:
     use_cache: bool = True
 
 
-@dataclass(eq=False, slots=True)
-class Progress:
-    """What the steps of one request have done; `index` is the next step.
+class Progress(NamedTuple):
+    """The work that the steps of one request have done; `next_step` is an index.
 
     `given` has the values for each step, `unnamed` the results that no step takes, `errors` the
     refusals, `failed` the steps that are left out because of them.
     """
 
-    index: int = 0
-    given: dict[int, dict[str, Any]] = field(default_factory=dict)
-    unnamed: dict[int, Any] = field(default_factory=dict)
-    results: dict[Any, Any] = field(default_factory=dict)
-    errors: list[Any] = field(default_factory=list)
-    failed: set[int] = field(default_factory=set)
+    next_step: int
+    given: dict[int, dict[str, Any]]
+    unnamed: dict[int, Any]
+    results: dict[Any, Any]
+    errors: list[Any]
+    failed: set[int]
 
 
 class Overridden(Exception):
@@ -189,13 +188,12 @@ class Steps:
         looks for overrides before each dependency: raises `Overridden` if an earlier one has set
         the first in `provider`. Called again with the `progress`, it has FastAPI solve the rest.
         """
-        was = progress or Progress()
-        given, results, errors, failed = was.given, was.results, was.errors, was.failed
+        index, given, unnamed, results, errors, failed = progress or (0, {}, {}, {}, [], set())
         result: Any = None
-        steps = iter(enumerate(self._steps[was.index :], was.index))
+        steps = iter(enumerate(self._steps[index:] if index else self._steps, index))
         for index, step in steps:
             if index in self._begun and provider is not None and provider.dependency_overrides:
-                was.index = index
+                was = Progress(index, given, unnamed, results, errors, failed)
                 if progress is None:
                     raise Overridden(was)
                 last = await self._solve(scope, body, shared, provider, was)
@@ -224,7 +222,7 @@ class Steps:
             if step.name is not None:
                 given.setdefault(step.parent, {})[step.name] = result
             else:
-                was.unnamed[index] = result
+                unnamed[index] = result
         if errors:
             raise RequestValidationError(
                 errors, body=body, endpoint_ctx=self.endpoint_context(scope)
@@ -236,9 +234,9 @@ class Steps:
     ) -> int:
         """Have FastAPI solve the dependency that begins now; return the index of its step."""
         assert shared is not None  # within FastAPI's layers there is a request
-        last, dependant = self._begun[was.index]
+        last, dependant = self._begun[was.next_step]
         cache = dict(was.results)
-        for index, step in enumerate(self._steps[: was.index]):
+        for index, step in enumerate(self._steps[: was.next_step]):
             values = was.given.get(step.parent, {})
             if index in was.unnamed or step.name in values:
                 value = was.unnamed[index] if step.name is None else values[step.name]
@@ -257,7 +255,7 @@ class Steps:
         was.results.update(cache)
         shared.background = solved.background_tasks
         step = self._steps[last]
-        was.errors += solved.errors
+        was.errors.extend(solved.errors)
         if solved.errors:
             was.failed.add(step.parent)
         elif step.name is not None:
