@@ -55,6 +55,9 @@ def test_a_key_is_asked_for(program: Callable[..., Any]) -> None:
         assert client.get("/me").status_code in (401, 403)
         assert client.get("/me", headers={"authorization": "Bearer s3cret"}).json() == "ada"
         assert client.get("/me", headers={"authorization": "Bearer no"}).status_code == 403
+        assert client.get("/admin", headers={"authorization": "Bearer s3cret"}).status_code == 403
+        admin = client.get("/admin", headers={"authorization": "Bearer hopper"}).json()
+        assert admin == "settings of grace"
 
 
 def test_a_file_is_read_in_a_thread_and_a_body_in_parts(program: Callable[..., Any]) -> None:

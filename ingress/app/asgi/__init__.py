@@ -6,9 +6,10 @@
     route_index      the lookup of a path's route
     template         the path template of the route that was found
     compiled         a route's `app` without the work that FastAPI repeats at each request
+    wrapped          the user's layers around a route's app
     dependencies     `Depends(...)` on the replica's threads and instance
     parts            the user's callables in an app, for `ingress explain`
-    methods          the functions that belong to the class, and their targets
+    methods          the rule for `self`, and the signatures that FastAPI reads
     users_app        the user's `app`, which is the clone inside of a replica
     unbound          the answer of an app that is served without its deployment
     unserved_routes  routes that no deployment serves
