@@ -173,6 +173,8 @@ def compare(
         open_things.callback(sys.path.remove, folder)
         plain = open_things.enter_context(Plain())
         for number, seed in enumerate(seeds):
+            if number and number % 500 == 0:
+                report(f"{number} programs, {bad} with differences")
             plain.ask(seed)  # both work at the same time
             with flags_set(flags[number % len(flags)]):
                 ours = (

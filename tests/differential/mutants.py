@@ -119,7 +119,9 @@ def overrides_are_looked_up_by_the_replacement() -> Any:
         found = self.users.get(call, call)
         return self._owner.replaced(found)
 
-    return patch.object(dependencies._Replacements, "get", get)
+    return patch.object(
+        dependencies._Replacements, "find", lambda self, call: get(self, call, call)
+    )
 
 
 def methods_below_others_are_not_bound() -> Any:

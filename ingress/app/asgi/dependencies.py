@@ -166,7 +166,7 @@ class Dependencies:
             users = getattr(each.users, "dependency_overrides", None)
             if isinstance(users, Mapping):
                 for call in list(users):
-                    _Replacements(self, users).get(call, call)
+                    _Replacements(self, users).find(call)
 
 
 class Overrides:
@@ -184,11 +184,7 @@ class Overrides:
     @property
     def dependency_overrides(self) -> Any:
         users = self.users.dependency_overrides
-        if not users:
-            return users
-        # FastAPI now analyses all dependencies of this request again, in the request's own context.
-        _READING.set(self._owner)
-        return _Replacements(self._owner, users)
+        return _Replacements(self._owner, users) if users else users
 
 
 class _Replacements:
@@ -201,6 +197,12 @@ class _Replacements:
         self.users = users
 
     def get(self, call: Any, default: Any) -> Any:
+        """Return the replacement that FastAPI analyses next, with replacements below it."""
+        found = self.find(call)
+        _NEXT.set(self._owner)
+        return found
+
+    def find(self, call: Any) -> Any:
         """Return the replacement of the override, or that of the dependency itself.
 
         Raises `RuntimeError` for an override that depends on the overridden dependency.
@@ -265,7 +267,10 @@ def _is_security(call: Any) -> bool:
 
 def _read(*, call: Any, **given: Any) -> Dependant:
     """Return FastAPI's analysis of a callable, or of its replacement."""
-    reading = call.owner if isinstance(call, Lifted) else _READING.get(None)
+    if (reading := _NEXT.get(None)) is not None:
+        _NEXT.set(None)
+    else:
+        reading = call.owner if isinstance(call, Lifted) else _READING.get(None)
     if reading is not None:
         with reading.reading():
             return get_dependant(call=reading.replaced(call), **given)
@@ -281,5 +286,8 @@ _GENERATORS: dict[Kind, type[Lifted]] = {
     Kind.ASYNC_GENERATOR: BoundAsyncGenerator,
 }
 _READING: ContextVar[Dependencies] = ContextVar("ingress_reading")
+"""The routes that are being bound, or the dependency below which FastAPI analyses others."""
+_NEXT: ContextVar[Dependencies | None] = ContextVar("ingress_next")
+"""For one analysis: FastAPI looks an override up, and analyses it at once."""
 
 read_dependants_by(_read)
