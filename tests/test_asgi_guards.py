@@ -593,6 +593,40 @@ def test_a_layer_around_a_route_is_kept_and_the_app_inside_is_bound(
             assert client.get("/", headers=TOKEN).json() == "K"
 
 
+def test_a_route_class_changes_each_endpoint_and_adds_each_dependency_once(app: FastAPI) -> None:
+    calls: list[str] = []
+
+    def note() -> None:
+        calls.append("note")
+
+    class Wrapping(APIRoute):
+        def __init__(self, path: str, endpoint: Any, **options: Any) -> None:
+            @wraps(endpoint)
+            def wrapper(*args: Any, **kwargs: Any) -> list[Any]:
+                return ["wrapped", endpoint(*args, **kwargs)]
+
+            once = Depends(note, use_cache=False)
+            options["dependencies"] = [*options["dependencies"], once]
+            super().__init__(path, wrapper, **options)
+            self.app = Layer(self.app)
+
+    app.router.route_class = Wrapping
+
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.name = "K"
+
+        @app.get("/")
+        def root(self) -> Any:
+            return self.name
+
+    with serve(K) as client:
+        assert client.get("/").status_code == 401
+        assert client.get("/", headers=TOKEN).json() == ["wrapped", "K"]
+    assert calls == ["note"]
+
+
 def test_an_app_that_replaces_that_of_a_route_is_kept_if_it_needs_no_instance(
     app: FastAPI,
 ) -> None:

@@ -309,6 +309,8 @@ def _functions(cls: type) -> Iterator[FunctionType]:
 
 def _descriptor(cls: type, func: object) -> Any:
     """Return the `staticmethod` or `classmethod` that holds `func` in the class, else `func`."""
+    if vars(cls).get(getattr(func, "__name__", "")) is func:  # as most are
+        return func
     bound = (each for each in vars(cls).values() if isinstance(each, (staticmethod, classmethod)))
     return next((each for each in bound if each.__func__ is func), func)
 
@@ -423,11 +425,14 @@ def _names(func: FunctionType | None, owner: type | None) -> ChainMap[str, Any]:
     module = {} if func is None else func.__globals__
     own, so_far = {} if owner is None else dict(vars(owner)), {}
     for name, value in own.items():
-        if func is not None and (_innermost(plain(value)) is func or name == func.__name__):
+        if func is not None and (value is func or name == func.__name__):
             break
         so_far[name] = value
     if owner is not None:
         so_far[owner.__name__] = owner
+        private = f"_{owner.__name__.lstrip('_')}__"  # its names begin with `__` in the source
+        hidden = [name for name in own if name.startswith(private)]
+        so_far |= {name[len(private) - 2 :]: own[name] for name in hidden}
     bases: list[Any] = [] if owner is None else list(map(vars, owner.__mro__[1:]))
     return ChainMap(so_far, module, vars(builtins), own, *bases)
 

@@ -280,22 +280,19 @@ def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
         # The id names the models of body and response in the schema. It is kept from the declared
         # route; made again it could differ, because a set of methods has no order.
         options |= {"operation_id": None, "generate_unique_id_function": lambda _: unique_id}
-        if not configured.get("form_limits"):
-            options.pop("form_limits", None)  # as in FastAPI: a custom route class may lack it
-        if configured.get("stream_item_type") is not None:
-            # FastAPI finds the type of the items again, but only without a response model.
+        # FastAPI finds the type of the items again, but only without a response model.
+        if configured.get("stream_item_type") is not None or _is_inferred(route):
             options["response_model"] = Default(None)
-        elif _is_inferred(route):
-            options["response_model"] = Default(None)
-    cls: Any = type(route)
+    clone = copy.copy(route)
     if kind(endpoint) in GENERATORS:
-        cls = _closing(cls)
-    clone: R = cls(route.path, endpoint, **options)
+        cls: Any = type(route)
+        clone.__class__ = _closing(cls)
+    # Not the constructor of a user's class: its changes are in the attributes already.
+    make: Any = base.__init__
+    make(clone, route.path, endpoint, **options)
     for name in ("dependencies", "methods", "operation_id", "generate_unique_id_function"):
         if name in configured:
             setattr(clone, name, configured[name])
-    for name, value in configured.items():  # attributes that the user added
-        vars(clone).setdefault(name, value)
     return clone
 
 
