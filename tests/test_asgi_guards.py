@@ -14,12 +14,13 @@ from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request,
 from fastapi.dependencies.utils import get_parameterless_sub_dependant
 from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse
-from starlette.routing import request_response
+from starlette.routing import BaseRoute, Match, request_response
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
 from ingress.app.asgi import ingress
+from ingress.app.asgi.compat import IncludedRouter, effective_context, iter_route_contexts
 from ingress.exceptions import RayServeException
 from tests.asgi_helpers import bound, json_of, serve
 
@@ -591,6 +592,94 @@ def test_a_layer_around_a_route_is_kept_and_the_app_inside_is_bound(
         for _ in range(2):
             assert client.get("/").status_code == 401
             assert client.get("/", headers=TOKEN).json() == "K"
+
+
+class Around(BaseRoute):
+    """A route of the user's own kind, around another route."""
+
+    def __init__(self, route: Any) -> None:
+        self.route = route
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        found: tuple[Match, Scope] = self.route.matches(scope)
+        return found
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Layer(self.route.handle)(scope, receive, send)
+
+
+def around_the_route(app: FastAPI) -> None:
+    app.router.routes[:] = [
+        Around(each) if isinstance(each, APIRoute) else each for each in app.router.routes
+    ]
+
+
+def around_the_router(app: FastAPI) -> None:
+    router: Any = app.router
+    router.app = router.middleware_stack = closure(router.app)
+
+
+def around_the_stack_of_the_router(app: FastAPI) -> None:
+    router: Any = app.router
+    router.middleware_stack = closure(router.middleware_stack)
+
+
+@pytest.mark.parametrize(
+    "put", [around_the_route, around_the_router, around_the_stack_of_the_router]
+)
+def test_a_layer_above_a_route_is_kept_and_its_methods_are_bound(
+    put: Callable[[FastAPI], None], app: FastAPI
+) -> None:
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.name = "K"
+
+        @app.get("/")
+        def root(self) -> str:
+            return self.name
+
+    put(app)
+    with serve(K, replicas=2) as client:
+        for _ in range(2):
+            assert client.get("/?self=x").status_code == 401
+            assert client.get("/", headers=TOKEN).json() == "K"
+
+
+@pytest.mark.skipif(IncludedRouter is None, reason="this FastAPI copies included routes")
+@pytest.mark.parametrize("changed", ["app", "dependant"])
+def test_what_is_changed_in_the_routes_of_an_included_router_is_kept(
+    changed: str, app: FastAPI
+) -> None:
+    inner, outer = APIRouter(), APIRouter()
+
+    @ingress(app)
+    class K:
+        @inner.get("/")
+        def root(self) -> str:
+            return type(self).__name__
+
+    outer.include_router(inner)
+    app.include_router(outer, prefix="/in")
+    (served,) = (each for each in iter_route_contexts(app.routes) if each.path == "/in/")
+    context: Any = effective_context(served)
+    if changed == "app":
+        context.app = Layer(context.app)
+    else:
+        node = get_parameterless_sub_dependant(depends=Depends(refuse), path="/in/")
+        context.dependant.dependencies.insert(0, node)
+    with serve(K) as client:
+        assert client.get("/in/").status_code == 401
+        assert client.get("/in/", headers=TOKEN).json() == "K"
+
+
+def test_a_layer_that_hides_the_router_is_refused(app: FastAPI) -> None:
+    async def hiding(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("never called")
+
+    app.router.app = hiding  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match=r"`app` of .* which hides the method of the router"):
+        bound(ingress(app)())
 
 
 def test_a_route_class_changes_each_endpoint_and_adds_each_dependency_once(app: FastAPI) -> None:

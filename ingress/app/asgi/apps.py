@@ -34,7 +34,7 @@ from ingress.app.asgi.routes import (
 )
 from ingress.app.asgi.unserved_routes import warn_of_routes_not_served
 from ingress.app.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
-from ingress.app.asgi.wrapped import is_alike, put_around, rebased
+from ingress.app.asgi.wrapped import is_alike, put_around, rebased, take_methods
 from ingress.core.execution.other_loop import is_noted, note_other_loop
 from ingress.exceptions import CALL_ERRORS, RayServeException
 
@@ -128,6 +128,7 @@ class BoundRoutes:
         clone.router.middleware_stack = rebased(
             self._router.middleware_stack, self._router.app, RouteIndex(clone.router)
         )
+        take_methods(self._router, clone.router)
         own = vars(app)  # not the attributes of a replica that this may be called in
         clone.state = State({name: own["state"][name] for name in own["state"]})
         clone.middleware_stack = None

@@ -73,6 +73,7 @@ from fastapi.datastructures import Default, DefaultPlaceholder  # noqa: E402 - a
 from fastapi.dependencies.models import Dependant  # noqa: E402
 from fastapi.dependencies.utils import (  # noqa: E402
     get_dependant,
+    get_parameterless_sub_dependant,
     get_typed_return_annotation,
     get_typed_signature,
     request_params_to_args,
@@ -100,6 +101,7 @@ __all__ = [
     "IncludedRouter",
     "ServedRoute",
     "base_app",
+    "built_candidates",
     "check_kind",
     "effective_context",
     "effective_route",
@@ -108,6 +110,7 @@ __all__ = [
     "endpoint_contexts",
     "get_cache_key",
     "get_dependant",
+    "get_parameterless_sub_dependant",
     "get_route_path",
     "get_typed_return_annotation",
     "get_typed_signature",
@@ -427,6 +430,11 @@ def with_candidates(node: Included, candidates: Sequence[object]) -> Included:
     clone = copy.copy(node)
     clone._effective_candidates = candidates
     return clone
+
+
+def built_candidates(node: Included) -> Sequence[Any]:
+    """Return the routes of an included router that FastAPI has built, none if it has not yet."""
+    return getattr(node, "_effective_candidates", ())
 
 
 def keeps_candidates(node: Included) -> bool:

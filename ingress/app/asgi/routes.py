@@ -36,10 +36,12 @@ from ingress.app.asgi.compat import (
     IncludedRouter,
     ServedRoute,
     base_app,
+    built_candidates,
     check_kind,
     effective_context,
     endpoint_context,
     endpoint_contexts,
+    get_parameterless_sub_dependant,
     get_typed_return_annotation,
     iter_route_contexts,
     request_stack,
@@ -64,7 +66,7 @@ from ingress.app.asgi.methods import (
 )
 from ingress.app.asgi.responses import take_over_stream
 from ingress.app.asgi.steps import Unfit
-from ingress.app.asgi.wrapped import is_alike, is_fastapis, put_around, rebased
+from ingress.app.asgi.wrapped import is_alike, is_fastapis, put_around, rebased, take_methods
 from ingress.context import REPLICA
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
@@ -100,6 +102,8 @@ class RouteTree:
         self.dependencies = Dependencies(methods)
         self._others = [Methods(cls) for cls in classes if cls is not methods.cls]
         self._routers: dict[int, Router] = {}
+        self._included: list[tuple[Any, Any]] = []
+        self._clones: dict[int, object] = {}
         self.targets: list[Target] = []
 
     def clone(self, router: Router) -> Router:
@@ -107,6 +111,8 @@ class RouteTree:
         warn_if_not_compiled(len(router.routes))
         with self.dependencies.reading():
             cloned = self._router(router)
+            for was, node in self._included:
+                self._keep_included(was, node)
             # This also fills FastAPI's caches of the included routes. Filled later, they would have
             # the user's callables.
             for served in served_routes(cloned.routes):
@@ -131,6 +137,7 @@ class RouteTree:
             routes = (self._route(route, router) for route in router.routes)
             known.routes = [route for route in routes if route is not None]
             known.middleware_stack = rebased(router.middleware_stack, router.app, known.app)
+            take_methods(router, known)
         return known
 
     def _route(self, route: BaseRoute, router: Router) -> BaseRoute | None:
@@ -142,11 +149,12 @@ class RouteTree:
                 given, included_router=inner, dependency_overrides_provider=provider
             )
             node: BaseRoute = IncludedRouter(original_router=inner, include_context=context)
+            self._included.append((route, node))
             return node
         if isinstance(route, Mount):
             return guarded_mount(route)
         if not isinstance(route, (APIRoute, APIWebSocketRoute)):
-            return route
+            return self._around_routes(route, router)
         if self._is_foreign(route.endpoint):
             self.foreign.append(route.endpoint)
             return None
@@ -162,7 +170,18 @@ class RouteTree:
         given = self.dependencies.overrides(provider)
         clone = rebuilt(route, endpoint, dependency_overrides_provider=given)
         self._keep_changes(route, clone)
+        self._clones[id(route)] = clone
         return clone
+
+    def _around_routes(self, route: BaseRoute, router: Router) -> BaseRoute | None:
+        """Return a route of a class of the user's with the routes in it cloned."""
+        held = {name: value for name, value in vars(route).items() if isinstance(value, BaseRoute)}
+        clones = {name: self._route(value, router) for name, value in held.items()}
+        if None in clones.values():
+            return None  # of another class
+        around = copy.copy(route)
+        vars(around).update(clones)
+        return around
 
     def _is_foreign(self, endpoint: Callable[..., object]) -> bool:
         """Return whether only another class can run an endpoint."""
@@ -207,6 +226,39 @@ class RouteTree:
                 f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was "
                 "replaced after the route was made. Decorate it below the route."
             )
+
+    def _keep_included(self, was: Any, node: Any) -> None:
+        """Put what user code has changed in the routes of an included router into those of `node`.
+
+        FastAPI builds them when they are first looked at; before that there is nothing to change.
+        """
+        built = built_candidates(was)
+        made = node.effective_candidates() if built else ()
+        inner = (each for each in made if isinstance(each, IncludedRouter))
+        clones = {id(each.original_route): each for each in made if hasattr(each, "original_route")}
+        for each in built:
+            if isinstance(each, IncludedRouter):
+                self._keep_included(each, next(inner))
+                continue
+            clone = clones.get(id(self._clones.get(id(each.original_route))))
+            if clone is not None:
+                old, new = each.starlette_route or each, clone.starlette_route or clone
+                self._keep_changes(old, new)
+                self._keep_inserted(old, new)
+
+    def _keep_inserted(self, route: Any, clone: Any) -> None:
+        """Give the clone of a finished route the dependencies that user code has put into it."""
+        nodes = route.dependant.dependencies
+        given = [each.dependency for each in route.dependencies]
+        if [node.call for node in nodes if node.name is None] != given:
+            own = clone.dependant.dependencies
+            own[:] = [
+                *(
+                    get_parameterless_sub_dependant(depends=each, path=route.path_format)
+                    for each in _declared(route)
+                ),
+                *(node for node in own if node.name is not None),
+            ]
 
     def _is_bound(self, clone: Any) -> bool:
         """Return whether a route needs the instance."""

@@ -26,13 +26,42 @@ def rebased(stack: Any, end: ASGIApp, new_end: ASGIApp) -> Any:
     """Return a copy of a chain of middlewares with another end and guards in between."""
     if stack == end:
         return new_end
-    if not hasattr(stack, "app"):
-        return stack  # not a chain
+    if not hasattr(stack, "app"):  # not a chain
+        kept = put_around(stack, lambda value: new_end if value == end else None)
+        return stack if kept is None else kept
     layer, inner = copy.copy(stack), rebased(stack.app, end, new_end)
     if not isinstance(layer, Guard) and not isinstance(inner, Guard):
         inner = guard_below(type(layer))(inner)
     layer.app = inner
     return layer
+
+
+def take_methods(router: Router, clone: Router) -> None:
+    """Give a copy of a router the layers that user code has put around the methods of the router.
+
+    Raises `TypeError` for a layer in which the method is not found.
+    """
+
+    def swap(value: Any) -> Any:
+        is_own = isinstance(value, MethodType) and value.__self__ is router
+        return MethodType(value.__func__, clone) if is_own else None
+
+    names = [name for name in vars(router) if hasattr(type(router), name)]
+    if router.middleware_stack != router.app:
+        names.append("middleware_stack")
+    for name in names:
+        layer = getattr(router, name)
+        if isinstance(layer, (FunctionType, MethodType, partial)):
+            kept = put_around(layer, swap)
+            if kept is None:
+                raise TypeError(
+                    f"`{name}` of {router!r} was replaced by {layer!r}, which hides the method of "
+                    "the router, so no replica can serve its own routes there. Use "
+                    "app.add_middleware(...), or keep the method in the layer's closure."
+                )
+            setattr(clone, name, kept)
+    if "app" in vars(router) and router.middleware_stack is router.app:
+        clone.middleware_stack = clone.app
 
 
 def put_around(layer: Any, swap: Swap) -> Any:
