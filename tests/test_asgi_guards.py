@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, wraps
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import pytest
@@ -671,6 +672,37 @@ def test_what_is_changed_in_the_routes_of_an_included_router_is_kept(
     with serve(K) as client:
         assert client.get("/in/").status_code == 401
         assert client.get("/in/", headers=TOKEN).json() == "K"
+
+
+@pytest.mark.skipif(not hasattr(FastAPI, "frontend"), reason="this FastAPI has no frontends")
+@pytest.mark.parametrize("is_included", [False, True])
+def test_files_of_a_frontend_are_behind_a_guard_that_is_a_method(
+    is_included: bool, app: FastAPI, tmp_path: Path
+) -> None:
+    (tmp_path / "index.html").write_text("page")
+    router = APIRouter() if is_included else app.router
+
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.log: list[str] = []
+
+        def guard(self, token: Token = "") -> None:
+            self.log.append(refuse(token))
+
+        @app.get("/log")
+        def seen(self) -> list[str]:
+            return self.log
+
+    if not is_included:
+        router.dependencies.append(Depends(K.guard))
+    router.frontend("/", directory=tmp_path)
+    if is_included:
+        app.include_router(router, dependencies=[Depends(K.guard)])
+    with serve(K) as client:
+        assert [client.get(path).status_code for path in ("/", "/?self=x")] == [401, 401]
+        assert client.get("/", headers=TOKEN).text == "page"
+        assert client.get("/log", headers=TOKEN).json() == ["t"]
 
 
 def test_a_layer_that_hides_the_router_is_refused(app: FastAPI) -> None:

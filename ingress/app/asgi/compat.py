@@ -108,6 +108,7 @@ __all__ = [
     "embeds_body",
     "endpoint_context",
     "endpoint_contexts",
+    "fill_low_priority",
     "get_cache_key",
     "get_dependant",
     "get_parameterless_sub_dependant",
@@ -131,6 +132,7 @@ __all__ = [
     "routing",
     "serialize_response",
     "solve_dependencies",
+    "take_frontends",
     "waiting_for_threads",
     "warn_if_not_compiled",
     "why_not_compiled",
@@ -432,9 +434,22 @@ def with_candidates(node: Included, candidates: Sequence[object]) -> Included:
     return clone
 
 
+def take_frontends(router: Any, clone: Any, copied: Callable[[Any], Any]) -> None:
+    """Give the copy of a router copies of its frontends: files that no route stands before."""
+    if (group := getattr(router, "_frontend_routes", None)) is not None:
+        new = clone._frontend_routes = copied(group)
+        others = (each for each in router._low_priority_routes if each is not group)
+        clone._low_priority_routes = [new, *others]
+
+
 def built_candidates(node: Included) -> Sequence[Any]:
     """Return the routes of an included router that FastAPI has built, none if it has not yet."""
     return getattr(node, "_effective_candidates", ())
+
+
+def fill_low_priority(node: Any) -> None:
+    """Have FastAPI build the frontends of an included router now."""
+    getattr(node, "effective_low_priority_routes", list)()
 
 
 def keeps_candidates(node: Included) -> bool:

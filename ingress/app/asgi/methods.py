@@ -132,8 +132,9 @@ class Methods:
             _refuse_in_doubt(func, owner, is_endpoint=is_endpoint)
             return Target(func, _read(func, owner.cls))
         signature = _read(func, owner.cls, skip_first=bound)
+        name = getattr(func, "__name__", None)
         for cls in self._classes[: self._classes.index(owner.cls)]:
-            if func.__name__ in vars(cls):
+            if name in vars(cls):
                 return self._override(cls, func, signature, skip_first=bound)
         # A function that the class has as a `staticmethod` runs as it is.
         return Target(func, signature, descriptor if bound else None)
@@ -232,10 +233,13 @@ def _asks_for_self(func: Any) -> bool:
 def _class_named(func: FunctionType | None, scope: str) -> type | None:
     """Return the class in whose body a function was written, if its module still has it."""
     found: Any = None if func is None else func.__globals__
-    for name in scope.split("."):
-        found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
-        found = getattr(found, "func_or_class", found)  # a deployment has taken the name
-    return found if isinstance(found, type) else None
+    try:
+        for name in scope.split("."):
+            found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
+            found = getattr(found, "func_or_class", found)  # a deployment has taken the name
+        return found if isinstance(found, type) else None
+    except Exception:  # of an object of the user's that has the name now
+        return None
 
 
 def _is_bound(func: Any, owner: _Owner) -> bool:

@@ -41,10 +41,12 @@ from ingress.app.asgi.compat import (
     effective_context,
     endpoint_context,
     endpoint_contexts,
+    fill_low_priority,
     get_parameterless_sub_dependant,
     get_typed_return_annotation,
     iter_route_contexts,
     request_stack,
+    take_frontends,
     warn_if_not_compiled,
     with_base_app,
 )
@@ -113,6 +115,7 @@ class RouteTree:
             cloned = self._router(router)
             for was, node in self._included:
                 self._keep_included(was, node)
+                fill_low_priority(node)
             # This also fills FastAPI's caches of the included routes. Filled later, they would have
             # the user's callables.
             for served in served_routes(cloned.routes):
@@ -134,6 +137,7 @@ class RouteTree:
             if isinstance(known, APIRouter):
                 provider = known.dependency_overrides_provider
                 known.dependency_overrides_provider = self.dependencies.overrides(provider)
+                take_frontends(router, known, self._frontend)
             routes = (self._route(route, router) for route in router.routes)
             known.routes = [route for route in routes if route is not None]
             known.middleware_stack = rebased(router.middleware_stack, router.app, known.app)
@@ -171,6 +175,13 @@ class RouteTree:
         clone = rebuilt(route, endpoint, dependency_overrides_provider=given)
         self._keep_changes(route, clone)
         self._clones[id(route)] = clone
+        return clone
+
+    def _frontend(self, group: Any) -> Any:
+        clone, make = copy.copy(group), type(group).__init__
+        provider = self.dependencies.overrides(group.dependency_overrides_provider)
+        make(clone, dependencies=group.dependencies, dependency_overrides_provider=provider)
+        clone.routes = group.routes
         return clone
 
     def _around_routes(self, route: BaseRoute, router: Router) -> BaseRoute | None:
