@@ -664,6 +664,8 @@ def test_what_is_changed_in_the_routes_of_an_included_router_is_kept(
     app.include_router(outer, prefix="/in")
     (served,) = (each for each in iter_route_contexts(app.routes) if each.path == "/in/")
     context: Any = effective_context(served)
+    if changed == "app" and not hasattr(context, "app"):
+        pytest.skip("FastAPI 0.137 keeps no app of an included route")
     if changed == "app":
         context.app = Layer(context.app)
     else:

@@ -214,7 +214,7 @@ class RouteTree:
                 return made
             return None
 
-        made = clone.app
+        made = getattr(clone, "app", None)  # FastAPI 0.137 keeps none of an included route
         changed = {
             name: value
             for name, value in vars(route).items()
