@@ -438,8 +438,9 @@ def take_frontends(router: Any, clone: Any, copied: Callable[[Any], Any]) -> Non
     """Give the copy of a router copies of its frontends: files that no route stands before."""
     if (group := getattr(router, "_frontend_routes", None)) is not None:
         new = clone._frontend_routes = copied(group)
-        others = (each for each in router._low_priority_routes if each is not group)
-        clone._low_priority_routes = [new, *others]
+        clone._low_priority_routes = [
+            new if each is group else each for each in router._low_priority_routes
+        ]
 
 
 def built_candidates(node: Included) -> Sequence[Any]:
