@@ -14,6 +14,7 @@ import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, WebSocket
 from fastapi.dependencies.utils import get_parameterless_sub_dependant
 from fastapi.routing import APIRoute
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, Match, request_response
 from starlette.testclient import TestClient
@@ -155,6 +156,32 @@ def test_an_override_of_a_subclass_must_take_the_instance_too(app: FastAPI) -> N
 
     with pytest.raises(TypeError, match=r"Sub\.guard.* must take the same parameters"):
         bound(Sub)
+
+
+def test_a_redefinition_keeps_the_dependencies_that_it_declares(app: FastAPI) -> None:
+    class Base:
+        def user(self, token: str = "") -> str:
+            return token
+
+        @app.get("/user")
+        async def user_of(self, user: str = Depends(user)) -> str:
+            return user
+
+        @app.get("/name")
+        async def name(self, name: str = "nobody") -> str:
+            return name
+
+    @ingress(app)
+    class K(Base):
+        def user(self, token: str = Depends(refuse)) -> str:
+            return token
+
+        async def name(self, name: str = Depends(refuse)) -> str:
+            return name
+
+    paths = "/user?token=x", "/name?name=root"
+    assert statuses(K, *paths) == [401, 401]
+    assert statuses(K, *paths, headers=TOKEN) == [200, 200]
 
 
 # Decorators on methods.
@@ -566,9 +593,15 @@ async def checked(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> N
     await Layer(app)(scope, receive, send)
 
 
+async def dispatched(request: Request, call_next: Any) -> Any:
+    is_known = request.headers.get("x-token") == "t"
+    return await call_next(request) if is_known else PlainTextResponse("no", 401)
+
+
 LAYERS: list[Callable[[ASGIApp], Any]] = [
     Layer, Slotted, closure, default,
     lambda app: partial(checked, app),
+    lambda app: BaseHTTPMiddleware(app, dispatch=dispatched),
     lambda app: Layer(closure(app)).__call__,
 ]  # fmt: skip
 

@@ -170,6 +170,15 @@ class Methods:
                 f"{func.__qualname__}{signature_of(func)} and must take the same parameters. "
                 "Give it those, or another name and a route of its own."
             )
+        # A dependency of either is kept: the redefinition's, else that of the route.
+        own = _read(impl, cls, skip_first=not is_static).parameters
+        if any(_has_marker(each) for each in own.values()):
+            merged = [
+                own[each.name] if _has_marker(own[each.name]) else each
+                for each in signature.parameters.values()
+            ]
+            by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in merged]
+            signature = signature.replace(parameters=by_name)
         return Target(impl, signature, None if is_static else override)
 
     def _owner(self, func: object) -> _Owner | None:
@@ -221,7 +230,10 @@ def refuse_self_from_client(func: Any, where: str) -> None:
 
 def _asks_for_self(func: Any) -> bool:
     first = _first(func)
-    inner = _innermost(func)
+    look: Any = func
+    while isinstance(look, partial):
+        look = look.func
+    inner = _innermost(look) or _innermost(getattr(look, "__wrapped__", None))
     scope = "" if inner is None else inner.__code__.co_qualname.rpartition(".")[0]
     is_method = bool(scope) and not scope.endswith("<locals>")
     names = set(_INSTANCE if is_method else _INSTANCE[:1])
@@ -285,6 +297,12 @@ def _is_given(
     return any(isinstance(each, (FieldInfo, params.Depends)) for each in metadata) or (
         isinstance(annotation, type) and issubclass(annotation, _FILLED_IN)
     )
+
+
+def _has_marker(parameter: inspect.Parameter) -> bool:
+    metadata = getattr(parameter.annotation, "__metadata__", ())
+    markers = (FieldInfo, params.Depends)
+    return any(isinstance(each, markers) for each in (parameter.default, *metadata))
 
 
 def _innermost(func: Any) -> FunctionType | None:
@@ -388,6 +406,9 @@ def _read(func: Any, owner: type | None = None, *, skip_first: bool = False) -> 
         try:
             parameters.append(each.replace(annotation=_evaluated(each.annotation, inner, owner)))
         except Exception as error:
+            if isinstance(each.default, params.Depends):  # FastAPI needs no more
+                parameters.append(each.replace(annotation=Any))
+                continue
             raise TypeError(
                 f"{_written_at(func)}: the annotation {each.annotation!r} of '{each.name}' cannot "
                 f"be read ({type(error).__name__}: {error}), so a Depends(...) in it would be "

@@ -130,7 +130,8 @@ def is_fastapis(app: Any, dependant: object) -> bool:
         is_own = getattr(app.func, "__module__", "").startswith(_LIBRARIES)
         return is_own and any(is_fastapis(each, dependant) for each in app.args)
     if not isinstance(app, FunctionType):
-        is_layer = type(app).__module__.startswith(_LIBRARIES) and hasattr(app, "app")
+        # Not a middleware of theirs that user code has put around it.
+        is_layer = type(app).__module__.startswith("fastapi._") and hasattr(app, "app")
         return is_layer and is_fastapis(app.app, dependant)
     if not app.__globals__.get("__name__", "").startswith(_LIBRARIES):
         return False
