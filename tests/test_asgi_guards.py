@@ -396,11 +396,8 @@ def test_an_app_that_is_served_without_its_deployment_asks_for_no_self(app: Fast
 # Annotations that name what the class has.
 
 
-class Module:
-    """The name `guard` is in the module too, and is another function."""
-
-
 def guard() -> str:
+    """Return the name of the module's own function, as which the classes below have a method."""
     return "of the module"
 
 
@@ -491,7 +488,6 @@ def test_equal_callables_of_two_routes_are_two_dependencies_and_endpoints(app: F
 def test_the_last_depends_of_an_annotated_counts_with_overrides_too(app: FastAPI) -> None:
     User = Annotated[str, Depends(guard)]
     admin = Annotated[User, Depends(refuse)]
-    app.get("/")(lambda who=None: who)
     page: Any = lambda who: who  # noqa: E731
     page.__annotations__ = {"who": admin}
     app.get("/page")(page)
