@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, WebSocket
-from fastapi.dependencies.utils import get_parameterless_sub_dependant
+from fastapi.dependencies.utils import get_dependant, get_parameterless_sub_dependant
 from fastapi.routing import APIRoute
 from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, Match, request_response
 from starlette.testclient import TestClient
@@ -25,6 +27,7 @@ from ingress.app.asgi import ingress
 from ingress.app.asgi.compat import IncludedRouter, effective_context, iter_route_contexts
 from ingress.exceptions import RayServeException
 from tests.asgi_helpers import bound, json_of, serve
+from tests.servers import wait_until
 
 TOKEN = {"x-token": "t"}
 Token = Annotated[str, Header(alias="x-token")]
@@ -594,6 +597,25 @@ async def dispatched(request: Request, call_next: Any) -> Any:
     return await call_next(request) if is_known else PlainTextResponse("no", 401)
 
 
+def one_route(app: FastAPI) -> tuple[type, Any]:
+    """Return a class that needs its instance for its route, and that route."""
+
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            self.name = "K"
+
+        def user(self, token: Token = "nobody") -> str:
+            return token
+
+        @app.get("/")
+        def root(self, user: str = Depends(user), also: str = "also") -> str:
+            return self.name
+
+    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
+    return K, route
+
+
 LAYERS: list[Callable[[ASGIApp], Any]] = [
     Layer, Slotted, closure, default,
     lambda app: partial(checked, app),
@@ -607,18 +629,9 @@ LAYERS: list[Callable[[ASGIApp], Any]] = [
 def test_a_layer_around_a_route_is_kept_and_the_app_inside_is_bound(
     layer: Callable[[ASGIApp], Any], name: str, app: FastAPI
 ) -> None:
-    @ingress(app)
-    class K:
-        def __init__(self) -> None:
-            self.name = "K"
-
-        @app.get("/")
-        def root(self) -> str:
-            return self.name
-
-    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
+    cls, route = one_route(app)
     setattr(route, name, layer(getattr(route, name)))
-    with serve(K, replicas=2) as client:
+    with serve(cls, replicas=2) as client:
         for _ in range(2):
             assert client.get("/").status_code == 401
             assert client.get("/", headers=TOKEN).json() == "K"
@@ -638,10 +651,42 @@ class Around(BaseRoute):
         await Layer(self.route.handle)(scope, receive, send)
 
 
-def around_the_route(app: FastAPI) -> None:
+class Group(BaseRoute):
+    """One that holds others in a list, and the one that it found by its method."""
+
+    def __init__(self, route: Any) -> None:
+        self.routes = [{"route": route}]
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        self.found = self.routes[0]["route"].handle
+        found: tuple[Match, Scope] = self.routes[0]["route"].matches(scope)
+        return found
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Layer(self.found)(scope, receive, send)
+
+
+class Methods(BaseRoute):
+    """One that keeps the methods of another only."""
+
+    __slots__ = ("handle", "matches")
+
+    def __init__(self, route: Any) -> None:
+        self.matches, self.handle = route.matches, Layer(route.handle).__call__  # type: ignore[method-assign]
+
+
+def around_the_route(app: FastAPI, kind: Callable[[Any], BaseRoute] = Around) -> None:
     app.router.routes[:] = [
-        Around(each) if isinstance(each, APIRoute) else each for each in app.router.routes
+        kind(each) if isinstance(each, APIRoute) else each for each in app.router.routes
     ]
+
+
+def in_a_list(app: FastAPI) -> None:
+    around_the_route(app, Group)
+
+
+def by_its_methods(app: FastAPI) -> None:
+    around_the_route(app, Methods)
 
 
 def around_the_router(app: FastAPI) -> None:
@@ -655,22 +700,21 @@ def around_the_stack_of_the_router(app: FastAPI) -> None:
 
 
 @pytest.mark.parametrize(
-    "put", [around_the_route, around_the_router, around_the_stack_of_the_router]
+    "put",
+    [
+        around_the_route,
+        in_a_list,
+        by_its_methods,
+        around_the_router,
+        around_the_stack_of_the_router,
+    ],
 )
 def test_a_layer_above_a_route_is_kept_and_its_methods_are_bound(
     put: Callable[[FastAPI], None], app: FastAPI
 ) -> None:
-    @ingress(app)
-    class K:
-        def __init__(self) -> None:
-            self.name = "K"
-
-        @app.get("/")
-        def root(self) -> str:
-            return self.name
-
+    cls, _ = one_route(app)
     put(app)
-    with serve(K, replicas=2) as client:
+    with serve(cls, replicas=2) as client:
         for _ in range(2):
             assert client.get("/?self=x").status_code == 401
             assert client.get("/", headers=TOKEN).json() == "K"
@@ -805,17 +849,224 @@ def test_an_app_that_replaces_that_of_a_route_is_kept_if_it_needs_no_instance(
         bound(K)
 
 
-def test_a_dependency_that_is_put_into_a_finished_route_runs(app: FastAPI) -> None:
-    @ingress(app)
-    class K:
-        @app.get("/")
-        def root(self) -> None: ...
+# What user code changes in finished routes and apps.
 
-    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
+
+def put_first(dependant: Any) -> None:
     node = get_parameterless_sub_dependant(depends=Depends(refuse), path="/")
-    route.dependant.dependencies.insert(0, node)
-    assert statuses(K, "/") == [401]
-    assert statuses(K, "/", headers=TOKEN) == [200]
+    dependant.dependencies.insert(0, node)
+
+
+def put_below(dependant: Any) -> None:
+    put_last(dependant.dependencies[0])
+
+
+def put_last(dependant: Any) -> None:
+    dependant.dependencies.append(get_dependant(path="/", call=refuse, name=None))
+
+
+def put_in_place(dependant: Any) -> None:
+    dependant.dependencies[0] = get_dependant(path="/", call=refuse, name="user")
+
+
+def called_instead(dependant: Any) -> None:
+    node = get_dependant(path="/", call=refuse, name="user")
+    dependant.dependencies[0].call = node.call
+    dependant.dependencies[0].query_params = []
+    dependant.dependencies[0].header_params = node.header_params
+
+
+def for_a_parameter(dependant: Any) -> None:
+    dependant.query_params[:] = [each for each in dependant.query_params if each.name != "also"]
+    dependant.dependencies.append(get_dependant(path="/", call=refuse, name="also"))
+
+
+@pytest.mark.parametrize("when", ["before", "at start-up", "while serving"])
+@pytest.mark.parametrize(
+    "put",
+    [put_first, put_last, put_below, put_in_place, called_instead, for_a_parameter],
+)
+def test_a_dependency_that_is_put_into_a_finished_route_runs(
+    put: Callable[[Any], None], when: str, app: FastAPI
+) -> None:
+    cls, route = one_route(app)
+
+    def change() -> None:
+        (served,) = (each for each in app.routes if getattr(each, "path", "") == "/")
+        put(served.dependant)  # type: ignore[attr-defined]
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        change()
+        yield
+
+    if when == "before":
+        change()
+        assert put is not put_first or route.dependant.dependencies[0].call is refuse
+    elif when == "at start-up":
+        app.router.lifespan_context = lifespan
+    else:
+        app.get("/change")(change)
+    with serve(cls) as client:
+        if when == "while serving":
+            assert client.get("/").json() == "K"
+            client.get("/change")
+        assert client.get("/?self=x").status_code == 401
+        assert client.get("/", headers=TOKEN).json() == "K"
+
+
+def test_a_dependency_that_is_taken_out_of_a_finished_route_does_not_run(app: FastAPI) -> None:
+    cls, route = one_route(app)
+    app.get("/free", dependencies=[Depends(refuse)])(lambda: "free")
+    del route.dependant.dependencies[:]
+    app.routes[-1].dependant.dependencies.clear()  # type: ignore[attr-defined]
+    assert statuses(cls, "/free") == [200]
+
+
+def change_route(app: FastAPI, route: Any) -> None:
+    route.handle = Layer(route.handle)
+
+
+def change_equal(app: FastAPI, route: Any) -> None:
+    changed = APIRoute("/", route.endpoint, dependencies=[Depends(refuse)])
+    app.router.routes[app.router.routes.index(route)] = changed
+
+
+def change_app(app: FastAPI, route: Any) -> None:
+    route.app = Layer(route.app)
+
+
+@pytest.mark.parametrize("change", [change_route, change_equal, change_app])
+def test_a_route_that_is_changed_while_serving_is_served_so_within_a_second(
+    change: Callable[[FastAPI, Any], None], app: FastAPI
+) -> None:
+    cls, route = one_route(app)
+    with serve(cls) as client:
+        assert client.get("/").json() == "K"
+        change(app, route)
+        wait_until(lambda: client.get("/").status_code == 401)
+        assert client.get("/", headers=TOKEN).json() == "K"
+
+
+def test_a_handle_that_a_request_replaces_answers_the_next_one(app: FastAPI) -> None:
+    cls, _ = one_route(app)
+
+    @app.get("/change")
+    async def change() -> None:
+        (served,) = (each for each in app.routes if getattr(each, "path", "") == "/")
+        change_route(app, served)
+
+    assert statuses(cls, "/", "/change", "/") == [200, 200, 401]
+
+
+@pytest.mark.parametrize("name", ["app", "handle"])
+def test_a_layer_around_the_schema_is_kept(name: str, app: FastAPI) -> None:
+    cls, _ = one_route(app)
+    (route,) = (each for each in app.routes if getattr(each, "path", "") == "/openapi.json")
+    setattr(route, name, Layer(getattr(route, name)))
+    assert statuses(cls, "/openapi.json") == [401]
+    with serve(cls) as client:
+        assert "/" in client.get("/openapi.json", headers=TOKEN).json()["paths"]
+
+
+def test_a_pattern_that_was_replaced_is_matched(app: FastAPI) -> None:
+    cls, _ = one_route(app)
+    app.get("/any/{name}")(lambda name: name)
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            route.path_regex = re.compile(route.path_regex.pattern + "|/Also$", re.IGNORECASE)
+    assert statuses(cls, "/", "/ANY/x", "/also", "/other") == [200, 200, 200, 404]
+
+
+@pytest.mark.parametrize("when", ["at start-up", "in a request"])
+@pytest.mark.parametrize("is_mounted", [False, True])
+def test_overrides_that_are_replaced_through_the_app_in_hand_are_gone(
+    when: str, is_mounted: bool, app: FastAPI
+) -> None:
+    served = FastAPI() if is_mounted else app
+    cls, _ = one_route(app)
+
+    @served.get("/guarded")
+    async def guarded(request: Request, token: Annotated[str, Depends(refuse)]) -> Any:
+        return token, request.app is served
+
+    @served.get("/clear")
+    async def clear(request: Request) -> None:
+        request.app.dependency_overrides = {}
+
+    @asynccontextmanager
+    async def lifespan(started: FastAPI) -> AsyncIterator[None]:
+        started.dependency_overrides = {}
+        yield
+
+    served.dependency_overrides[refuse] = lambda: "open"
+    where = "/in" if is_mounted else ""
+    if is_mounted:
+        app.mount(where, served)
+    elif when == "at start-up":
+        app.router.lifespan_context = lifespan
+    with serve(cls, replicas=2) as client:
+        if is_mounted or when == "in a request":
+            assert client.get(f"{where}/guarded").json() == ["open", is_mounted]
+            client.get(f"{where}/clear")
+        for _ in range(2):
+            assert client.get(f"{where}/guarded").status_code == 401
+        assert served.dependency_overrides == {}
+
+
+def test_a_mounted_app_gets_middleware_and_guarded_routes_at_start_up(app: FastAPI) -> None:
+    cls, _ = one_route(app)
+    inner = FastAPI()
+    inner.get("/")(lambda: "inner")
+    app.mount("/in", inner)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        inner.add_middleware(Layer)
+        inner.get("/late", dependencies=[Depends(refuse)])(lambda: "late")
+        yield
+
+    app.router.lifespan_context = lifespan
+    with serve(cls) as client:
+        assert [client.get(path).status_code for path in ("/in/", "/in/late")] == [401, 401]
+        assert client.get("/in/late", headers=TOKEN).json() == "late"
+
+
+@pytest.mark.parametrize("place", ["mount", "default"])
+def test_a_method_of_the_class_in_an_app_that_is_no_route_is_refused(
+    place: str, app: FastAPI
+) -> None:
+    inner = FastAPI()
+    cls, _ = one_route(inner)
+    if place == "mount":
+        app.mount("/in", CORSMiddleware(Layer(inner), allow_origins=["*"]))
+    else:
+        app.router.default = inner
+    with pytest.raises(TypeError, match=r"K\.root is a route of an app mounted at"):
+        bound(ingress(app)(cls))
+
+
+def test_a_method_where_nobody_looks_never_runs_with_a_self_of_the_clients(app: FastAPI) -> None:
+    cls, route = one_route(app)
+
+    class Registry:
+        """No layer, so nobody looks for routes in it."""
+
+        found = route
+
+    class Hidden(BaseRoute):
+        registry = Registry()
+
+        def matches(self, scope: Scope) -> tuple[Match, Scope]:
+            found: tuple[Match, Scope] = self.registry.found.matches(scope)
+            return found
+
+        async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await self.registry.found.handle(scope, receive, send)
+
+    app.router.routes[:] = [Hidden()]
+    with serve(cls) as client, pytest.raises(TypeError, match="asks the client for `self`"):
+        client.get("/?self=x")
 
 
 def test_an_endpoint_that_is_replaced_in_a_finished_route_is_refused(app: FastAPI) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
-from typing import Any
+from itertools import chain
+from types import MethodType
+from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI
 from starlette.applications import Starlette
@@ -19,7 +22,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
-from ingress.app.asgi.dependencies import Dependencies
+from ingress.app.asgi.dependencies import Dependencies, nodes_of_route
 from ingress.app.asgi.guard import Guard, guarded
 from ingress.app.asgi.methods import Methods, Target, classes_of
 from ingress.app.asgi.parts import Part, app_parts
@@ -57,6 +60,7 @@ class BoundRoutes:
         "_declared",
         "_lock",
         "_next",
+        "_parts",
         "_router",
         "_webhooks",
         "app",
@@ -79,6 +83,7 @@ class BoundRoutes:
         self._router: Any = None
         self.routers: list[Router] = []
         self.seen: list[list[BaseRoute]] = []
+        self._parts: list[object] = []
         self._next: BoundRoutes | None = None
         if not isinstance(app, Starlette):
             return
@@ -87,8 +92,8 @@ class BoundRoutes:
         with APPS_LOCK:
             # Before the routes are cloned: a route that comes meanwhile is then found later.
             self.routers = routers(app.router)
-            self.seen = [list(each.routes) for each in self.routers]
-            check_routes(app.routes, methods)
+            self._see()
+            check_routes(app, methods)
             show_clones(app)
             self._router = tree.clone(app.router)
             if isinstance(app, FastAPI):
@@ -97,13 +102,22 @@ class BoundRoutes:
         self.targets, self.dependencies = tree.targets, tree.dependencies
         self.infos = list(route_infos(self._router.routes))
 
+    def is_current(self) -> bool:
+        """Return whether no route was added, replaced, wrapped, or given other dependencies."""
+        now = list(_parts_of_routes(self.routers))
+        return len(now) == len(self._parts) and all(map(operator.is_, now, self._parts))
+
+    def _see(self) -> None:
+        self.seen = [list(each.routes) for each in self.routers]
+        self._parts = list(_parts_of_routes(self.routers))
+
     def current(self) -> BoundRoutes:
         """Return the routes of the user's app as it is now: these, if it has not changed since.
 
         An app may get routes while it runs, as under FastAPI. If new routes cannot be bound, that
         is logged once, and the app is served without them.
         """
-        if [each.routes for each in self.routers] == self.seen:
+        if self.is_current():
             return self
         # Race of two replicas that see the change: the second one gets the routes of the first.
         with APPS_LOCK:
@@ -113,7 +127,7 @@ class BoundRoutes:
                     self._next = Context().run(BoundRoutes, self.app, self._cls, self._declared)
                 except Exception:
                     logger.exception("the new routes of %r cannot be served", self.app)
-                    self.seen = [list(each.routes) for each in self.routers]
+                    self._see()
                     return self
         return self._next.current()
 
@@ -196,6 +210,15 @@ async def answer_failure(request: Request, error: Exception) -> Response:
     return PlainTextResponse("Internal Server Error", status_code=500)
 
 
+def _parts_of_routes(routers: Sequence[Router]) -> Iterator[object]:
+    """Yield what user code may replace in routes. An equal route may have other dependencies."""
+    for route in chain.from_iterable(each.routes for each in routers):
+        own = vars(route)
+        yield from (route, own.get("app"), own.get("handle"), own.get("matches"))
+        for node in nodes_of_route(route, with_endpoint=True):
+            yield from (node, node.call)
+
+
 def _is_wrapped(stack: Any) -> bool:
     """Return whether a user has put layers around the middleware stack that Starlette builds."""
     return stack is not None and not isinstance(stack, ServerErrorMiddleware)
@@ -248,11 +271,21 @@ def _with_own_docs(clone: Any) -> list[BaseRoute]:
 
 def _renewed(route: Any, new: Any) -> BaseRoute:
     """Return the new documentation route, with the layers that user code put around the old one."""
-    if new is not None and not is_alike(route.app, made := new.app):
-        kept = put_around(route.app, lambda app: made if is_alike(app, made) else None)
-        new.app = route.app if kept is None else kept
-    renewed: BaseRoute = new or route
-    return renewed
+    if new is None:
+        return cast(BaseRoute, route)
+    renewed = copy.copy(route)
+    renewed.endpoint, made = new.endpoint, new.app
+
+    def swap(value: Any) -> Any:
+        if type(value) is MethodType and value.__self__ is route:
+            return MethodType(value.__func__, renewed)
+        return made if is_alike(value, made) else None
+
+    for name, value in vars(route).items():
+        if name == "app" or callable(getattr(type(route), name, None)):
+            kept = put_around(value, swap)
+            setattr(renewed, name, value if kept is None else kept)
+    return cast(BaseRoute, renewed)
 
 
 def _identity(route: BaseRoute) -> tuple[Any, ...]:

@@ -136,7 +136,6 @@ __all__ = [
     "waiting_for_threads",
     "warn_if_not_compiled",
     "why_not_compiled",
-    "with_base_app",
     "with_candidates",
     "wrap_app_handling_exceptions",
 ]
@@ -465,13 +464,6 @@ def base_app(mount: Mount) -> ASGIApp:
         raise unsupported("starlette", SUPPORTED_STARLETTE, ["starlette.routing:Mount._base_app"])
     app: ASGIApp = mount._base_app
     return app
-
-
-def with_base_app(mount: Mount, app: ASGIApp) -> Mount:
-    """Return a copy of the mount with another app; its `app` is left to the caller."""
-    clone = copy.copy(mount)
-    clone._base_app = app
-    return clone
 
 
 def is_original(func: object) -> bool:

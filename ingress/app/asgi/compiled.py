@@ -90,7 +90,7 @@ class CompiledRoute:
         if (
             (self._overridden is not None and self._overridden.dependency_overrides)
             or scope.get(TELEMETRY) is not None
-            or steps.dependant.dependencies != steps.dependencies  # extensions may add one later
+            or not steps.are_current()
         ):
             return await enter(self._full, scope, receive, send)
         first: Message = {}

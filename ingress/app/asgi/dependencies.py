@@ -29,6 +29,7 @@ from fastapi.security.base import SecurityBase
 from ingress.app.asgi.compat import Dependant, get_dependant, read_dependants_by
 from ingress.app.asgi.methods import Methods, Target, kind_for_fastapi, plain
 from ingress.context import REPLICA
+from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Kind, name_of, override_of
 
 
@@ -211,6 +212,10 @@ class _Replacements:
         override = self.users.get(original, original)
         if override is original:
             return self._owner.replaced(call)
+        if not callable(override):
+            raise TypeError(
+                f"dependency_overrides[{name_of(original)}] is {override!r}, which is not callable."
+            )
         made = self._owner.replaced(override)
         self._follow(made, original, override, set())
         return made
@@ -240,6 +245,70 @@ def nodes_of(dependant: Dependant) -> Iterator[Dependant]:
     for each in dependant.dependencies:
         yield from nodes_of(each)
         yield each
+
+
+def take_changes(was: Dependant, made: Dependant) -> None:
+    """Give the tree of a finished route the changes of user code; `made` has its replacements.
+
+    A node of `was` has its twin in `made`, or is analysed now. The names of the class are known in
+    `made`: what they give stays. All else that only `made` has goes.
+    """
+    for name in _GIVEN:
+        setattr(made, name, getattr(was, name))
+    twins, nodes = list(made.dependencies), []
+    for each in was.dependencies:
+        if (node := next((twin for twin in twins if _is_twin(twin, each, was)), None)) is None:
+            given = {name: getattr(each, name) for name in _GIVEN}
+            node = _read(call=each.call, path=was.path or "", **given)
+        else:
+            twins = [twin for twin in twins if twin is not node]
+        if original_of(node.call) is original_of(each.call):
+            take_changes(each, node)
+        nodes.append(node)
+    theirs, kept = _parameters(was), set(map(_key, nodes))
+    ahead: dict[str | int, list[Dependant]] = {}
+    more: list[Dependant] = []  # what only the names of the class give, in its place
+    for each in made.dependencies:
+        if _key(each) in kept:
+            ahead[_key(each)], more = more, []
+        elif each.name in theirs:
+            more.append(each)
+    made.dependencies[:] = [x for each in nodes for x in (*ahead.get(_key(each), ()), each)] + more
+    ours = _parameters(made) | {each.name for each in made.dependencies}
+    for kind in _KINDS:
+        fields: list[Any] = getattr(made, kind)
+        added = [each for each in getattr(was, kind) if each.name not in ours]
+        fields[:] = [each for each in fields if each.name in theirs]
+        fields += [each for each in added if not _is_instance(each.name, was.call, made.call)]
+
+
+def _is_twin(twin: Dependant, node: Dependant, parent: Dependant) -> bool:
+    """Return whether `twin` is the replacement of `node`, or what the class has by its name."""
+    if twin.name != node.name or original_of(twin.call) is original_of(node.call):
+        return twin.name == node.name
+    given = {name: getattr(parent, name) for name in _GIVEN}
+    read_again = get_dependant(path=parent.path or "", call=original_of(parent.call), **given)
+    return any(
+        each.name == node.name and original_of(each.call) is node.call
+        for each in read_again.dependencies
+    )
+
+
+def _key(node: Dependant) -> str | int:
+    return node.name or id(node)
+
+
+def _parameters(dependant: Dependant) -> set[str | None]:
+    """Return the names of the parameters that are no dependencies."""
+    fields = (each.name for kind in _KINDS for each in getattr(dependant, kind))
+    return {*fields, *(getattr(dependant, name) for name in _FILLED_IN)} - {None}
+
+
+def _is_instance(name: str, original: Any, call: Any) -> bool:
+    """Return whether a parameter is that of the instance, which the replacement does not have."""
+    target = getattr(call, "target", None) or getattr(call, "__ingress_target__", None)
+    first = next(iter(signature_of(original).parameters))
+    return target is not None and name == first and first not in target.signature.parameters
 
 
 def nodes_of_route(route: Any, *, with_endpoint: bool = False) -> Iterator[Dependant]:
@@ -280,6 +349,11 @@ def _read(*, call: Any, **given: Any) -> Dependant:
         call = methods.replaced(call) if methods.methods.owns(call) else call
     return get_dependant(call=call, **given)
 
+
+_KINDS = ("path_params", "query_params", "header_params", "cookie_params", "body_params")
+_FILLED_IN = tuple(name for name in Dependant.__dataclass_fields__ if name.endswith("_param_name"))
+_GIVEN = tuple(signature_of(get_dependant).parameters.keys() - {"path", "call"})
+"""What FastAPI gives a node beside its call and the path."""
 
 _GENERATORS: dict[Kind, type[Lifted]] = {
     Kind.GENERATOR: BoundGenerator,

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, QueryParams
 
 from ingress.app.asgi.compat import read_parameters_by
 from ingress.app.asgi.compat import request_params_to_args as read_parameters
+from ingress.context import REPLICA
 
 if TYPE_CHECKING:
     from ingress.app.asgi.compat import ModelField
@@ -59,7 +60,17 @@ def request_params_to_args(
     received_params: Mapping[str, object] | QueryParams | Headers,
     **options: Any,
 ) -> tuple[dict[str, object], list[object]]:
-    """Read parameters as FastAPI does, headers from those that came. Options are of its version."""
+    """Read parameters as FastAPI does, headers from those that came. Options are of its version.
+
+    Raises `TypeError` for the parameter `self` in a replica: of a method in a place where it could
+    not be bound, and would run with a value of the client's.
+    """
+    first = fields[0] if fields and fields[0].name == "self" else None
+    if first is not None and first.field_info.is_required() and REPLICA.get(None) is not None:
+        raise TypeError(
+            "A method that is not bound to an instance asks the client for `self`. Serve it from "
+            "an APIRouter or the app of its class, not from a route or an app in another object."
+        )
     if isinstance(received_params, Headers):
         received_params = as_received(received_params)
     return read_parameters(fields, received_params, **options)

@@ -136,10 +136,13 @@ class ReplicaApp:
         routes = self._routes
         assert routes is not None  # set by `attach`
         # Faster than a count of changes, which is not public either.
-        if list(map(_ROUTES, routes.routers)) != routes.seen:
+        is_due = (now := monotonic()) >= self._next_look
+        if list(map(_ROUTES, routes.routers)) != routes.seen or (
+            is_due and not routes.is_current()
+        ):
             self._renew(routes)
         app = self._context.asgi_app
-        if (now := monotonic()) >= self._next_look:
+        if is_due:
             self._layers = Layers.of(app)
             self._next_look = now + CHECK_EVERY_S
         telemetry_is_off, stack, index = self._layers

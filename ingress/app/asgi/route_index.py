@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ FOUND = "ingress.found"
 """The key of a scope for the app that was found before FastAPI's layers were entered."""
 
 _MATCHES = (Route.matches, APIRoute.matches)
+_OWN = frozenset(("matches", "handle"))
+"""The methods of a route that it may have been given as attributes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +84,8 @@ class RouteIndex:
             found = route.path_regex.match(path)
             if found is None or (route.methods and scope["method"] not in route.methods):
                 continue
+            if not _OWN.isdisjoint(vars(route)):  # since the last request
+                return router.app
             params = dict(scope.get("path_params", ()))
             for name, text in found.groupdict().items():
                 params[name] = route.param_convertors[name].convert(text)
@@ -149,7 +154,7 @@ def _is_usual(route: Any) -> bool:
         and kind.matches is APIRoute.matches
         and kind.handle is APIRoute.handle
         and all(map(is_original, (APIRoute.matches, APIRoute.handle, Route.matches, Route.handle)))
-        and not {"matches", "handle"} & vars(route).keys()
+        and _OWN.isdisjoint(vars(route))
     )
 
 
@@ -181,7 +186,15 @@ def _is_open(route: Any) -> bool:
 def _is_plain(route: Any) -> bool:
     """Return whether a route matches by its path alone."""
     original = getattr(route, "original_route", route)
-    return isinstance(original, Route) and type(original).matches in _MATCHES
+    if not isinstance(original, Route) or type(original).matches not in _MATCHES:
+        return False
+    route = _effective(route)
+    pattern, text = route.path_regex, "^" + re.escape(_beginning(route))
+    return (
+        "matches" not in vars(original)
+        and pattern.flags == re.UNICODE  # else it has been replaced, as for any case of letters
+        and pattern.pattern.startswith(text if route.param_convertors else text + "$")
+    )
 
 
 def _effective(route: Any) -> Any:

@@ -21,7 +21,6 @@ from operator import attrgetter
 from types import MethodType
 from typing import Any, ForwardRef, TypeVar
 
-from fastapi import params
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -42,13 +41,11 @@ from ingress.app.asgi.compat import (
     endpoint_context,
     endpoint_contexts,
     fill_low_priority,
-    get_parameterless_sub_dependant,
     get_typed_return_annotation,
     iter_route_contexts,
     request_stack,
     take_frontends,
     warn_if_not_compiled,
-    with_base_app,
 )
 from ingress.app.asgi.compiled import CompiledRoute
 from ingress.app.asgi.dependencies import (
@@ -57,8 +54,8 @@ from ingress.app.asgi.dependencies import (
     nodes_of,
     nodes_of_route,
     original_of,
+    take_changes,
 )
-from ingress.app.asgi.guard import guarded
 from ingress.app.asgi.methods import (
     GENERATORS,
     Methods,
@@ -68,7 +65,16 @@ from ingress.app.asgi.methods import (
 )
 from ingress.app.asgi.responses import take_over_stream
 from ingress.app.asgi.steps import Unfit
-from ingress.app.asgi.wrapped import is_alike, is_fastapis, put_around, rebased, take_methods
+from ingress.app.asgi.wrapped import (
+    found_inside,
+    guard_mounted,
+    is_alike,
+    is_fastapis,
+    put_around,
+    put_inside,
+    rebased,
+    take_methods,
+)
 from ingress.context import REPLICA
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
@@ -155,8 +161,12 @@ class RouteTree:
             node: BaseRoute = IncludedRouter(original_router=inner, include_context=context)
             self._included.append((route, node))
             return node
-        if isinstance(route, Mount):
-            return guarded_mount(route)
+        if isinstance(route, (Mount, Host)):
+            guard_mounted(route)
+            mount = copy.copy(route)
+            if isinstance(route, Mount):
+                mount.app = rebased(route.app, base_app(route), base_app(route))
+            return mount
         if not isinstance(route, (APIRoute, APIWebSocketRoute)):
             return self._around_routes(route, router)
         if self._is_foreign(route.endpoint):
@@ -185,14 +195,22 @@ class RouteTree:
         return clone
 
     def _around_routes(self, route: BaseRoute, router: Router) -> BaseRoute | None:
-        """Return a route of a class of the user's with the routes in it cloned."""
-        held = {name: value for name, value in vars(route).items() if isinstance(value, BaseRoute)}
-        clones = {name: self._route(value, router) for name, value in held.items()}
-        if None in clones.values():
-            return None  # of another class
-        around = copy.copy(route)
-        vars(around).update(clones)
-        return around
+        """Return a route of a class of the user's with the routes in it cloned.
+
+        `None` if one of these is of another class.
+        """
+        has_foreign = False
+
+        def swap(value: Any) -> Any:
+            nonlocal has_foreign
+            if not issubclass(type(value), BaseRoute) or value is route:
+                return None
+            clone = self._route(value, router)
+            has_foreign = has_foreign or clone is None
+            return clone
+
+        around: BaseRoute = put_inside(route, swap)
+        return None if has_foreign else around
 
     def _is_foreign(self, endpoint: Callable[..., object]) -> bool:
         """Return whether only another class can run an endpoint."""
@@ -237,6 +255,7 @@ class RouteTree:
                 f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was "
                 "replaced after the route was made. Decorate it below the route."
             )
+        take_changes(route.dependant, clone.dependant)
 
     def _keep_included(self, was: Any, node: Any) -> None:
         """Put what user code has changed in the routes of an included router into those of `node`.
@@ -255,21 +274,6 @@ class RouteTree:
             if clone is not None:
                 old, new = each.starlette_route or each, clone.starlette_route or clone
                 self._keep_changes(old, new)
-                self._keep_inserted(old, new)
-
-    def _keep_inserted(self, route: Any, clone: Any) -> None:
-        """Give the clone of a finished route the dependencies that user code has put into it."""
-        nodes = route.dependant.dependencies
-        given = [each.dependency for each in route.dependencies]
-        if [node.call for node in nodes if node.name is None] != given:
-            own = clone.dependant.dependencies
-            own[:] = [
-                *(
-                    get_parameterless_sub_dependant(depends=each, path=route.path_format)
-                    for each in _declared(route)
-                ),
-                *(node for node in own if node.name is not None),
-            ]
 
     def _is_bound(self, clone: Any) -> bool:
         """Return whether a route needs the instance."""
@@ -337,7 +341,6 @@ def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
     base = APIRoute if isinstance(route, APIRoute) else APIWebSocketRoute
     configured = vars(route)
     options = {name: configured[name] for name in _options(base) if name in configured} | given
-    options["dependencies"] = _declared(route)
     if isinstance(route, APIRoute):
         unique_id = route.unique_id
         # The id names the models of body and response in the schema. It is kept from the declared
@@ -353,26 +356,16 @@ def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
     # Not the constructor of a user's class: its changes are in the attributes already.
     make: Any = base.__init__
     make(clone, route.path, endpoint, **options)
-    for name in ("dependencies", "methods", "operation_id", "generate_unique_id_function"):
+    for name in _AS_CONFIGURED:
         if name in configured:
             setattr(clone, name, configured[name])
     return clone
 
 
-def _declared(route: APIRoute | APIWebSocketRoute) -> list[params.Depends]:
-    """Return the dependencies without a parameter that run: extensions may have changed them."""
-    left, declared = list(route.dependencies), []
-    for node in route.dependant.dependencies:
-        if node.name is None:
-            given = next((each for each in left if each.dependency is node.call), None)
-            if given is not None:
-                left.remove(given)
-            elif node.own_oauth_scopes:
-                given = params.Security(node.call, scopes=node.own_oauth_scopes, scope=node.scope)
-            else:
-                given = params.Depends(node.call, scope=node.scope)
-            declared.append(given)
-    return declared
+_AS_CONFIGURED = (
+    "dependencies", "methods", "operation_id", "generate_unique_id_function",
+    "path_regex", "path_format", "param_convertors",
+)  # fmt: skip
 
 
 def _is_inferred(route: APIRoute) -> bool:
@@ -386,30 +379,8 @@ def _is_inferred(route: APIRoute) -> bool:
     )
 
 
-def guarded_mount(mount: Mount) -> Mount:
-    """Return the mount with guards between the middlewares of the mounted app.
-
-    The replicas share that app. Two replicas may build its middleware stack at the same time, and
-    either stack is right.
-    """
-    app = base_app(mount)
-    if isinstance(app, Starlette):
-        app = copy.copy(app)
-        app.user_middleware = guarded(app.user_middleware)
-        app.middleware_stack = None
-        router = app.router
-        app.router = copy.copy(router)
-        app.router.middleware_stack = rebased(router.middleware_stack, router.app, app.router.app)
-        app.router.routes = [
-            guarded_mount(route) if isinstance(route, Mount) else route for route in router.routes
-        ]
-    clone = with_base_app(mount, app)
-    clone.app = rebased(mount.app, base_app(mount), app)
-    return clone
-
-
 def routers(router: Router, known: dict[int, Router] | None = None) -> list[Router]:
-    """Return a router, and those that it includes or mounts with an app, each once."""
+    """Return a router and those that it includes, each once."""
     found = {} if known is None else known
     if id(router) not in found:
         found[id(router)] = router
@@ -417,8 +388,6 @@ def routers(router: Router, known: dict[int, Router] | None = None) -> list[Rout
             if IncludedRouter is not None and isinstance(route, IncludedRouter):
                 included: Included = route
                 routers(included.original_router, found)
-            elif isinstance(route, Mount) and isinstance(app := base_app(route), Starlette):
-                routers(app.router, found)
     return list(found.values())
 
 
@@ -483,18 +452,21 @@ def refuse_added(route: Any) -> None:
         route.app = route.handle = refuse
 
 
-def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: str = "") -> None:
+def check_routes(app: Router | Starlette, methods: Methods, *, mounted_at: str = "") -> None:
     """Raise `TypeError` or `RayServeException`, with the fix, for routes that can never run."""
-    for route in routes:
+    router: Any = getattr(app, "router", app)
+    for inner in found_inside(router.default, _APPS):
+        if inner is not router:
+            check_routes(inner, methods, mounted_at=mounted_at or "router.default")
+    for route in app.routes:
         check_kind(route)
         if IncludedRouter is not None and isinstance(route, IncludedRouter):
             included: Included = route
-            check_routes(included.original_router.routes, methods, mounted_at=mounted_at)
-        elif isinstance(route, (Mount, Host)):
-            where = mounted_at + getattr(route, "path", getattr(route, "host", ""))
-            check_routes(route.routes or [], methods, mounted_at=where)
+            check_routes(included.original_router, methods, mounted_at=mounted_at)
         elif not isinstance(route, (Route, WebSocketRoute)):
-            continue
+            where = mounted_at + getattr(route, "path", getattr(route, "host", ""))
+            for inner in found_inside(route, _APPS):
+                check_routes(inner, methods, mounted_at=where or type(route).__name__)
         elif getattr(route.endpoint, "__ingress_batched__", None) is route.endpoint:
             raise TypeError(
                 f"@serve.batch above the route {route.endpoint.__qualname__} would have no effect: "
@@ -516,6 +488,9 @@ def check_routes(routes: Sequence[BaseRoute], methods: Methods, *, mounted_at: s
             )
         else:
             _check_owned(route, methods, mounted_at)
+
+
+_APPS = (Starlette, Router)
 
 
 def _check_owned(route: Any, methods: Methods, mounted_at: str) -> None:

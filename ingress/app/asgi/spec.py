@@ -236,7 +236,7 @@ def _check_class(cls: object, spec: IngressSpec) -> None:
             f"`{BUILDER_METHOD}`."
         )
     if isinstance(spec.app, (Starlette, Router)):
-        check_routes(spec.app.routes, Methods(cls))
+        check_routes(spec.app, Methods(cls))
 
 
 def _wrong_order(deployment: object) -> TypeError:

@@ -15,7 +15,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from functools import cache
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 from urllib.parse import parse_qsl
@@ -36,6 +36,7 @@ from ingress.app.asgi.compat import (
     solve_dependencies,
 )
 from ingress.app.asgi.compat import endpoint_context as extract_endpoint_context
+from ingress.app.asgi.dependencies import nodes_of
 from ingress.app.asgi.methods import kind_for_fastapi
 from ingress.app.asgi.received_headers import as_received, request_params_to_args
 from ingress.core.execution.execution import Kind
@@ -48,6 +49,7 @@ _SCALARS = (
 )  # fmt: skip
 _NO_CONSTANT = object()
 _NO_STEP = -1
+_CALLS = attrgetter("call", "dependencies")
 
 
 class Unfit(Exception):
@@ -141,10 +143,11 @@ class Steps:
     __slots__ = (
         "_begun",
         "_embeds_body",
+        "_nodes",
         "_steps",
+        "_tree",
         "bare",
         "dependant",
-        "dependencies",
         "takes_request",
         "takes_shared",
     )
@@ -156,7 +159,8 @@ class Steps:
         self._begun: dict[int, tuple[int, Dependant]] = {}
         self._add(dependant, endpoint or dependant.call)
         self._forget_unique_keys()
-        self.dependencies = list(dependant.dependencies)
+        self._nodes = [dependant, *nodes_of(dependant)]
+        self._tree = [(call, list(below)) for call, below in map(_CALLS, self._nodes)]
         last = self._steps[-1]
         takes = {what for step in self._steps for _, what in step.shared}
         self.takes_request = _take_request in takes
@@ -164,6 +168,10 @@ class Steps:
         takes_nothing = not (last.sources or last.body_fields or takes)
         self.bare = last.func if len(self._steps) == 1 and takes_nothing else None
         """The endpoint, if it is the only step and has no parameters."""
+
+    def are_current(self) -> bool:
+        """Return whether the dependencies are those of the route still: user code may add some."""
+        return list(map(_CALLS, self._nodes)) == self._tree
 
     def endpoint_context(self, scope: Scope) -> Any:
         """Return the context of the endpoint in FastAPI's validation errors."""

@@ -89,8 +89,16 @@ def class_of(app: Starlette) -> type[Starlette]:
 
 
 def mark_clone(clone: Starlette, app: Starlette) -> None:
-    """Make `clone` a clone of `app`."""
-    clone.__class__ = class_of(app)
+    """Make `clone` a clone of `app`, which has what no clone has to itself."""
+    base = class_of(app)
+
+    def put(_: Starlette, value: object) -> None:
+        setattr(app, _OF_ALL, value)
+
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    of_all = property(lambda _: getattr(app, _OF_ALL), put)
+    clone.__class__ = type(base.__name__, (base,), {**names, _OF_ALL: of_all})
+    vars(clone).pop(_OF_ALL, None)
     vars(clone)[_USERS_APP] = app
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute, Router
+from starlette.routing import BaseRoute, Host, Mount, Router
 from starlette.types import ASGIApp
 
-from ingress.app.asgi.guard import Guard, guard_below
+from ingress.app.asgi.compat import base_app
+from ingress.app.asgi.guard import Guard, guard_below, guarded
 from ingress.app.asgi.methods import contents_of
 
 _LIBRARIES = ("fastapi.", "starlette.", "ingress.")
 _NO_LAYERS = (BaseRoute, Router, Starlette, ModuleType, type)
+_CONTAINERS = (list, tuple, dict, set)
 
 Swap = Callable[[Any], Any]
 """A function from a value in a layer to its replacement, `None` to look into the value."""
@@ -24,10 +27,10 @@ Swap = Callable[[Any], Any]
 
 def rebased(stack: Any, end: ASGIApp, new_end: ASGIApp) -> Any:
     """Return a copy of a chain of middlewares with another end and guards in between."""
-    if stack == end:
+    if _is(stack, end):
         return new_end
     if not hasattr(stack, "app"):  # not a chain
-        kept = put_around(stack, lambda value: new_end if value == end else None)
+        kept = put_around(stack, lambda value: new_end if _is(value, end) else None)
         return stack if kept is None else kept
     layer, inner = copy.copy(stack), rebased(stack.app, end, new_end)
     if not isinstance(layer, Guard) and not isinstance(inner, Guard):
@@ -68,29 +71,96 @@ def put_around(layer: Any, swap: Swap) -> Any:
     """Return a copy of a layer in which `swap` has replaced the app inside; `None` without one.
 
     The app may be in a closure, a default, an argument of a `partial`, an attribute of an object,
-    or in such a place of the layer below.
+    a list or a mapping, or in such a place of the layer below.
     """
-    return _copied(layer, swap, [])
+    return _copied(layer, swap, {})
 
 
-def _copied(layer: Any, swap: Swap, seen: list[Any]) -> Any:
+def put_inside(owner: Any, swap: Swap) -> Any:
+    """Return a copy of an object with what `swap` has replaced in its attributes."""
+    return _with_new_parts(owner, swap, {id(owner): owner})
+
+
+def found_inside(layer: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Return the objects of some kinds in a layer, or the layer itself, in order."""
+    found: dict[int, Any] = {}
+
+    def note(value: Any) -> Any:
+        if issubclass(type(value), kinds):
+            found[id(value)] = value
+        return None
+
+    if note(layer) is None and not found:
+        put_inside(layer, note)
+    return list(found.values())
+
+
+def guard_mounted(mount: Any) -> None:
+    """Put guards between the middlewares of the apps in a `Mount` or `Host`, and of those below.
+
+    In place: the replicas and the user's code share these apps.
+    """
+    for app in found_inside(mount.app, (Starlette,)):
+        own, router = vars(app), app.router
+        if "build_middleware_stack" in own:  # also that of a user, who puts layers around
+            continue
+        own["build_middleware_stack"] = partial(_build_guarded, app)
+        if own["middleware_stack"] is not None:
+            own["middleware_stack"] = rebased(own["middleware_stack"], router, router)
+        router.middleware_stack = rebased(router.middleware_stack, router.app, router.app)
+        for route in router.routes:
+            if isinstance(route, (Mount, Host)):
+                guard_mounted(route)
+            if isinstance(route, Mount):
+                route.app = rebased(route.app, base_app(route), base_app(route))
+
+
+def _build_guarded(app: Starlette) -> ASGIApp:
+    copied = copy.copy(app)
+    copied.user_middleware = guarded(app.user_middleware)
+    return type(copied).build_middleware_stack(copied)
+
+
+def _is(one: Any, other: Any) -> bool:
+    """Return whether both are one object, or the same method of one."""
+    if type(one) is MethodType and type(other) is MethodType:
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    return one is other
+
+
+def _copied(layer: Any, swap: Swap, seen: dict[int, Any]) -> Any:
+    # By type: an object that stands for another one answers `isinstance` for that.
+    kind = type(layer)
+    is_open = hasattr(kind, "__call__") or kind in _CONTAINERS  # noqa: B004
+    if not is_open and not issubclass(kind, _NO_LAYERS):
+        return None
     if (new := swap(layer)) is not None:
         return new
-    if not callable(layer) or isinstance(layer, _NO_LAYERS) or any(each is layer for each in seen):
+    if not is_open or issubclass(kind, _NO_LAYERS) or id(layer) in seen:
         return None
-    seen.append(layer)
-    if isinstance(layer, MethodType):
+    seen[id(layer)] = layer
+    if kind is MethodType:
         owner = _copied(layer.__self__, swap, seen)
         return None if owner is None else MethodType(layer.__func__, owner)
+    made = _with_new_parts(layer, swap, seen)
+    return None if made is layer else made
+
+
+def _with_new_parts(layer: Any, swap: Swap, seen: dict[int, Any]) -> Any:
+    """Return a copy with new parts, or the layer itself if no part is new."""
     parts = dict(_parts(layer))
     inner = {name: _copied(value, swap, seen) for name, value in parts.items()}
     inner = {name: value for name, value in inner.items() if value is not None}
+    kind = type(layer)
     if not inner:
-        return None
-    if isinstance(layer, partial):
+        return layer
+    if kind in _CONTAINERS:
+        values = [inner.get(name, value) for name, value in parts.items()]
+        return dict(zip(layer, values, strict=True)) if kind is dict else kind(values)
+    if kind is partial:
         args = [inner.get(str(index), value) for index, value in enumerate(layer.args)]
         return partial(layer.func, *args, **{k: inner.get(k, v) for k, v in layer.keywords.items()})
-    if not isinstance(layer, FunctionType):
+    if kind is not FunctionType:
         made = copy.copy(layer)
         for name, value in inner.items():
             object.__setattr__(made, name, value)
@@ -109,27 +179,43 @@ def _copied(layer: Any, swap: Swap, seen: list[Any]) -> Any:
 
 def _parts(layer: Any) -> Iterator[tuple[str, Any]]:
     """Yield the places in a layer that may hold the app inside, with their values."""
-    if isinstance(layer, partial):
+    kind = type(layer)
+    if kind in _CONTAINERS:
+        values = layer.values() if kind is dict else layer
+        yield from ((str(index), each) for index, each in enumerate(values))
+    elif kind is partial:
         yield from ((str(index), each) for index, each in enumerate(layer.args))
         yield from layer.keywords.items()
-    elif isinstance(layer, FunctionType):
+    elif kind is FunctionType:
         for name, cell in zip(layer.__code__.co_freevars, layer.__closure__ or (), strict=True):
             if cell != CellType():
                 yield name, cell.cell_contents
         yield from ((f"={n}", each) for n, each in enumerate(layer.__defaults__ or ()))
         yield from ((f"={name}", each) for name, each in (layer.__kwdefaults__ or {}).items())
     else:
-        yield from getattr(layer, "__dict__", {}).items()
-        slots = [name for cls in type(layer).__mro__ for name in vars(cls).get("__slots__", ())]
-        yield from ((name, getattr(layer, name)) for name in slots if hasattr(layer, name))
+        yield from _attributes(layer).items()
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes that an object itself has, without code of its class."""
+    try:
+        own = dict(object.__getattribute__(owner, "__dict__"))
+    except AttributeError:
+        own = {}
+    for cls in type(owner).__mro__:
+        for each in vars(cls).values():
+            if isinstance(each, MemberDescriptorType):  # of `__slots__`
+                with suppress(AttributeError):
+                    own[each.__name__] = each.__get__(owner, cls)
+    return own
 
 
 def is_fastapis(app: Any, dependant: object) -> bool:
     """Return whether FastAPI made an app for a dependant, and nothing has been put around it."""
-    if isinstance(app, partial):
+    if type(app) is partial:
         is_own = getattr(app.func, "__module__", "").startswith(_LIBRARIES)
         return is_own and any(is_fastapis(each, dependant) for each in app.args)
-    if not isinstance(app, FunctionType):
+    if type(app) is not FunctionType:
         # Not a middleware of theirs that user code has put around it.
         is_layer = type(app).__module__.startswith("fastapi._") and hasattr(app, "app")
         return is_layer and is_fastapis(app.app, dependant)
@@ -145,9 +231,9 @@ def is_alike(one: Any, other: Any) -> bool:
     """Return whether the same code made two apps, so that neither is wrapped or replaced."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, partial):
+    if type(one) is partial:
         return all(map(is_alike, one.args, other.args))
-    if not isinstance(one, FunctionType):
+    if type(one) is not FunctionType:
         return not hasattr(one, "app") or is_alike(one.app, other.app)
     pairs = zip(contents_of(one), contents_of(other), strict=False)
     return one.__code__ is other.__code__ and all(
