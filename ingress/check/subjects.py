@@ -22,6 +22,7 @@ from types import FunctionType
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.check.sources import OURS, Function, Sources, dotted
+from ingress.core.base.foreign import stored, undisguised
 from ingress.core.base.libraries import is_library
 from ingress.core.base.settings import Settings
 from ingress.core.execution.execution import (
@@ -158,7 +159,8 @@ def _callables(
     elsewhere = handed_on(sources)
     for name in dict.fromkeys([*HOOKS, *PublicMethods(target)]):
         value = inspect.getattr_static(target, name, None)
-        value = getattr(value, "__func__", value)
+        value = undisguised(value)
+        value = stored(value, "__func__", value)
         if not callable(value) or inspect.isclass(value) or code_of(value) in routes:
             continue
         if name in HOOKS or name not in elsewhere:
@@ -176,7 +178,9 @@ def _subjects(
     config = built.deployment.config
     lanes = lanes_of(built.deployment.func_or_class, config.max_ongoing_requests, config.lanes)
     is_in_async, wrapper = False, ""
-    while func is not None:
+    seen: set[int] = set()  # decorators may make a circle
+    while func is not None and id(func) not in seen:
+        seen.add(id(func))
         is_batch = hasattr(func, "__ingress_batcher__")
         function = sources.of_code(code_of(func))
         # An `async def` wrapper may run its `def` in any thread.
@@ -192,7 +196,7 @@ def _subjects(
             )
         is_in_async = kind(func).is_async and not is_batch
         wrapper = "" if kind(func).is_async else name_of(func)
-        func = getattr(func, "__wrapped__", None) or _closed_over(func)
+        func = undisguised(stored(func, "__wrapped__")) or _closed_over(func)
         role = Role.BATCH if is_batch else role
 
 
@@ -201,7 +205,7 @@ def _closed_over(func: Callable[..., object]) -> FunctionType | None:
     inner = []
     for cell in getattr(func, "__closure__", None) or ():
         try:
-            value = cell.cell_contents
+            value = undisguised(cell.cell_contents)
         except ValueError:  # a variable that was never assigned to
             continue
         if inspect.isfunction(value) and kind(value).is_async:

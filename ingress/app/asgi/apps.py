@@ -38,6 +38,7 @@ from ingress.app.asgi.routes import (
 from ingress.app.asgi.unserved_routes import warn_of_routes_not_served
 from ingress.app.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
 from ingress.app.asgi.wrapped import is_alike, put_around, rebased, take_methods
+from ingress.core.base.foreign import advisory
 from ingress.core.execution.other_loop import is_noted, note_other_loop
 from ingress.exceptions import CALL_ERRORS, RayServeException
 
@@ -98,7 +99,8 @@ class BoundRoutes:
             self._router = tree.clone(app.router)
             if isinstance(app, FastAPI):
                 self._webhooks = tree.clone(app.webhooks)
-            warn_of_routes_not_served(app if declared is None else declared, cls, tree)
+            with advisory("the search for routes that are not served"):
+                warn_of_routes_not_served(app if declared is None else declared, cls, tree)
         self.targets, self.dependencies = tree.targets, tree.dependencies
         self.infos = list(route_infos(self._router.routes))
 

@@ -46,6 +46,7 @@ from ingress.app.asgi.compat import (
     get_typed_return_annotation,
     get_typed_signature,
 )
+from ingress.core.base.foreign import has_code_for, unwrapped
 from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Kind, code_of, kind, name_of
 from ingress.exceptions import RayServeException
@@ -307,23 +308,20 @@ def _has_marker(parameter: inspect.Parameter) -> bool:
 
 def _innermost(func: Any) -> FunctionType | None:
     """Return the function inside of the wrappers of one that Python binds; `None` for others."""
-    if isinstance(func, (partial, staticmethod, classmethod, MethodType, type)):
+    if issubclass(type(func), (partial, staticmethod, classmethod, MethodType, type)):
         return None
-    try:
-        inner = inspect.unwrap(func) if hasattr(type(func), "__get__") else None
-    except Exception:  # of a descriptor of the user's
-        return None
-    return inner if isinstance(inner, FunctionType) else None
+    inner = unwrapped(func) if has_code_for(func, "__get__") else None
+    return inner if type(inner) is FunctionType else None
 
 
 def _functions(cls: type) -> Iterator[FunctionType]:
     """Yield the functions that a class has, without their wrappers."""
     for value in vars(cls).values():
-        if isinstance(value, property):
+        if issubclass(type(value), property):
             value = value.fget
-        elif isinstance(value, (staticmethod, classmethod)):
+        elif issubclass(type(value), (staticmethod, classmethod)):
             value = value.__func__
-        elif isinstance(value, (cached_property, partialmethod)):
+        elif issubclass(type(value), (cached_property, partialmethod)):
             value = value.func
         if (inner := _innermost(value)) is not None:
             yield inner

@@ -22,6 +22,7 @@ from ingress.app.asgi.methods import Target
 from ingress.app.asgi.route_index import FOUND
 from ingress.app.asgi.routes import check_added
 from ingress.context import ReplicaRuntime
+from ingress.core.base.foreign import advisory
 from ingress.core.execution.execution import ExecutionPlan, Role, contain
 
 ASGI = {"version": "3.0", "spec_version": "2.4"}
@@ -166,7 +167,8 @@ class ReplicaApp:
                     return await found.answer(scope, receive, send, self._in_layers)
             await self._in_layers(found, scope, receive, send)
         except BaseException as error:
-            explain(error, endpoint_of(scope), scope)
+            with advisory("the explanation of an error"):
+                explain(error, endpoint_of(scope), scope)
             contain(error, "the ASGI app")
             raise
 

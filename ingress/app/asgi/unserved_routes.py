@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 from weakref import WeakSet
 
 from starlette.applications import Starlette
@@ -24,6 +24,7 @@ from starlette.routing import Router
 
 from ingress.app.asgi.methods import Methods, classes_of
 from ingress.app.asgi.routes import RouteTree, served_routes
+from ingress.core.base.foreign import dict_of
 from ingress.core.execution.execution import code_of, name_of
 from ingress.exceptions import RouteNotServedWarning
 
@@ -107,11 +108,14 @@ def log_if_not_callable(target: object) -> None:
 
 
 def _is_public_method(name: str, value: object) -> TypeGuard[FunctionType]:
-    return isinstance(value, FunctionType) and not name.startswith("_") and name not in _CALLED
+    return type(value) is FunctionType and not name.startswith("_") and name not in _CALLED
 
 
 _CALLED = ("reconfigure", "check_health")
 """Methods that a replica calls itself."""
+
+
+_APPS = (Starlette, Router)
 
 
 def _is_served(func: Callable[..., object], app: object) -> bool:
@@ -122,8 +126,8 @@ def _is_served(func: Callable[..., object], app: object) -> bool:
 def _apps_beside(cls: type) -> Iterator[tuple[str, Starlette | Router]]:
     """Yield the apps and routers, with their names, of the modules of a class and its bases."""
     for module in dict.fromkeys(base.__module__ for base in cls.__mro__):
-        named = list(vars(sys.modules.get(module, object)).items())
-        yield from ((name, app) for name, app in named if isinstance(app, (Starlette, Router)))
+        named: list[tuple[str, Any]] = list(dict_of(sys.modules.get(module)).items())
+        yield from ((name, app) for name, app in named if issubclass(type(app), _APPS))
 
 
 def _warn(text: str, func: Callable[..., object]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp
 from ingress.app.asgi.compat import base_app
 from ingress.app.asgi.guard import Guard, guard_below, guarded
 from ingress.app.asgi.methods import contents_of
+from ingress.core.base.foreign import dict_of, slots_of
 
 _LIBRARIES = ("fastapi.", "starlette.", "ingress.")
 _NO_LAYERS = (BaseRoute, Router, Starlette, ModuleType, type)
@@ -193,21 +193,8 @@ def _parts(layer: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"={n}", each) for n, each in enumerate(layer.__defaults__ or ()))
         yield from ((f"={name}", each) for name, each in (layer.__kwdefaults__ or {}).items())
     else:
-        yield from _attributes(layer).items()
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes that an object itself has, without code of its class."""
-    try:
-        own = dict(object.__getattribute__(owner, "__dict__"))
-    except AttributeError:
-        own = {}
-    for cls in type(owner).__mro__:
-        for each in vars(cls).values():
-            if isinstance(each, MemberDescriptorType):  # of `__slots__`
-                with suppress(AttributeError):
-                    own[each.__name__] = each.__get__(owner, cls)
-    return own
+        yield from dict_of(layer).items()
+        yield from ((slot.__name__, each) for slot, each in slots_of(layer))
 
 
 def is_fastapis(app: Any, dependant: object) -> bool:

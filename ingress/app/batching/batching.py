@@ -25,6 +25,7 @@ from ingress.app.batching.batch_item import Item
 from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
 from ingress.app.batching.chooser import Choosers
 from ingress.context import REPLICA, ReplicaRuntime
+from ingress.core.base.foreign import stored
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.channel import Channel, EndOfStream
@@ -183,8 +184,8 @@ def warn_of_capacity(deployment: str, func_or_class: type | FunctionType, max_on
     owners = func_or_class.__mro__[::-1] if inspect.isclass(func_or_class) else ()
     members = {name: value for owner in owners for name, value in vars(owner).items()}
     for member in members.values() or (func_or_class,):
-        batcher = getattr(member, "__ingress_batcher__", None)
-        if isinstance(batcher, Batcher):
+        batcher = stored(member, "__ingress_batcher__")
+        if type(batcher) is Batcher:
             batcher.warn_of_capacity(deployment, max_ongoing)
 
 

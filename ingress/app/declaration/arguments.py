@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Generic, TypeVar
+
+from ingress.core.base.foreign import dict_of, slots_of, stored
 
 T = TypeVar("T")
 K = TypeVar("K")
 
 CONTAINERS = (dict, list, tuple, set, frozenset)
 _WHOLE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_ATOMS = frozenset(map(id, (type(None), bool, int, float, complex, str, bytes, bytearray)))
 
 
 def replaced(value: T, kind: type[K], replace: Callable[[K], object]) -> T:
@@ -88,7 +90,7 @@ def _holders(root: object, kind: type) -> set[int]:
     while waiting:
         value = waiting.pop()
         for part in _parts(value):
-            if type(part) in _ATOMS:
+            if id(type(part)) in _ATOMS:
                 continue
             if issubclass(type(part), kind):
                 holders.add(id(value))
@@ -108,41 +110,19 @@ def _holders(root: object, kind: type) -> set[int]:
 def _parts(value: Any) -> Iterator[object]:
     cls = type(value)
     if issubclass(cls, dict):
-        yield from list(value.values())
+        yield from list(dict.values(value))
     elif issubclass(cls, CONTAINERS):
-        yield from value
+        kind: Any = next(kind for kind in CONTAINERS if issubclass(cls, kind))
+        yield from list(kind.__iter__(value))
     elif _is_looked_into(cls):
         yield from list(dict_of(value).values())
         yield from (each for _, each in slots_of(value))
 
 
 def _is_looked_into(cls: type) -> bool:
-    if issubclass(cls, _WHOLE) or str(cls.__module__).partition(".")[0] == "ingress":
+    if issubclass(cls, _WHOLE) or str(stored(cls, "__module__")).partition(".")[0] == "ingress":
         return False
     return not any(isinstance(each, FunctionType) for each in (cls.__reduce__, cls.__reduce_ex__))
-
-
-def dict_of(value: object) -> dict[str, object]:
-    """Return the instance's own attributes; an empty dict if it has no place for any."""
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def slots_of(value: object) -> Iterator[tuple[MemberDescriptorType, object]]:
-    """Yield the slots of an object that are set, with their values."""
-    for cls in type(value).__mro__:
-        if "__slots__" not in vars(cls):
-            continue
-        for slot in list(vars(cls).values()):
-            if isinstance(slot, MemberDescriptorType):
-                try:
-                    found = slot.__get__(value, type(value))
-                except AttributeError:  # not set
-                    continue
-                yield slot, found
 
 
 def _new_like(value: T) -> T:

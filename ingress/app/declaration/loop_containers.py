@@ -33,7 +33,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 def is_async_generator(value: object) -> bool:
     """Return whether a value is an `async def` function with `yield`."""
-    return isinstance(value, FunctionType) and kind(value) is Kind.ASYNC_GENERATOR
+    return type(value) is FunctionType and kind(value) is Kind.ASYNC_GENERATOR
 
 
 @dataclass(frozen=True, slots=True)

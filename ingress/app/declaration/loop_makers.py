@@ -16,6 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ingress.app.declaration.loop_containers import Filled, filled_by, is_async_generator
+from ingress.core.base.foreign import mro_of, stored, undisguised
 from ingress.core.base.libraries import is_library
 
 # Classes by their name, with the packages that define one. Subclasses count.
@@ -66,11 +67,11 @@ def is_in_library(file: str) -> bool:
 
 def kind_of(value: object) -> str:
     """Return the type of an object that belongs to a loop, as a user knows it, "" for others."""
-    classes = type(value).__mro__
-    listed = (each for each in classes if _is_listed(_CLASSES, each.__name__, each.__module__))
-    return next(
-        (f"{cls.__module__.partition('.')[0].lstrip('_')}.{cls.__name__}" for cls in listed), ""
-    )
+    for cls in mro_of(type(value)):
+        name, module = str(stored(cls, "__name__")), str(stored(cls, "__module__"))
+        if _is_listed(_CLASSES, name, module):
+            return f"{module.partition('.')[0].lstrip('_')}.{name}"
+    return ""
 
 
 def _is_listed(table: Mapping[str, tuple[str, ...]], name: str, module: str) -> bool:
@@ -89,8 +90,8 @@ def names_of(code: CodeType) -> set[str]:
     return {name for each in _codes(code) for name in each.co_names}
 
 
-Known = dict[type, bool]
-"""Classes, with whether they make such an object: of one walk."""
+Known = dict[int, bool]
+"""Classes by their id, with whether they make such an object: of one walk."""
 
 
 def made_in(function: FunctionType, known: Known, *, cached: bool) -> Iterator[tuple[str, str]]:
@@ -147,12 +148,13 @@ def stored_by(function: object) -> set[str]:
 
 
 def _methods(cls: type) -> Iterator[FunctionType]:
-    for base in cls.__mro__:
-        file = getattr(sys.modules.get(base.__module__), "__file__", None)
-        is_ours = base.__module__.partition(".")[0] == "ingress"
-        if file is None or is_ours or is_in_library(file):
+    for base in mro_of(cls):
+        module = str(stored(base, "__module__"))
+        file = stored(sys.modules.get(module), "__file__")
+        is_ours = module.partition(".")[0] == "ingress"
+        if not isinstance(file, str) or is_ours or is_in_library(file):
             continue
-        functions = [each for each in [*vars(base).values()] if isinstance(each, FunctionType)]
+        functions = [each for each in [*vars(base).values()] if type(each) is FunctionType]
         yield from (each for each in functions if each.__code__.co_argcount)
 
 
@@ -175,7 +177,7 @@ def _makers(function: FunctionType, known: Known) -> Iterator[str]:
     """Yield the classes and functions of a loop's objects that a function names."""
     names = names_of(function.__code__)
     for key in sorted(names & function.__globals__.keys()):
-        value = function.__globals__[key]
+        value = undisguised(function.__globals__[key])
         if isinstance(value, ModuleType):
             found = sorted(names & vars(value).keys())
             yield from (f"{key}.{each}" for each in found if is_maker(vars(value)[each], known))
@@ -192,18 +194,22 @@ def maker_in(factory: object, known: Known) -> str:
 
 def name_of(value: Any) -> str:
     """Return the name of a class or function, or of an object's type, with its package."""
-    known = value if hasattr(value, "__qualname__") else type(value)
-    return f"{str(known.__module__).partition('.')[0]}.{known.__qualname__.partition('.')[0]}"
+    name, module = stored(value, "__qualname__"), stored(value, "__module__")
+    if not isinstance(name, str):
+        name, module = type(value).__qualname__, type(value).__module__
+    return f"{str(module).partition('.')[0]}.{name.partition('.')[0]}"
 
 
 def is_maker(value: object, known: Known) -> bool:
     """Return whether a class or function makes an object of one loop."""
+    value = undisguised(value)
     if not isinstance(value, type):
-        name, module = getattr(value, "__name__", ""), getattr(value, "__module__", "")
-        return callable(value) and _is_listed(_FACTORIES, str(name), str(module))
-    if value not in known:
-        known[value] = False  # while it is looked at: a method may make its own class
-        known[value] = any(
+        name, module = stored(value, "__name__"), stored(value, "__module__")
+        is_named = isinstance(name, str) and isinstance(module, str)
+        return callable(value) and is_named and _is_listed(_FACTORIES, name, module)
+    if id(value) not in known:
+        known[id(value)] = False  # while it is looked at: a method may make its own class
+        known[id(value)] = any(
             _is_listed(_CLASSES, each.__name__, each.__module__) for each in value.__mro__
         ) or any(True for _ in chain(kept_by(value, known), kept_in(value, known)))
-    return known[value]
+    return known[id(value)]

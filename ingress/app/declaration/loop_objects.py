@@ -17,7 +17,6 @@ user code, and looks into third-party code only where that holds the user's.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -26,11 +25,11 @@ from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
+from fastapi import params
 from starlette.datastructures import State
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from ingress.app.declaration.arguments import dict_of, slots_of
 from ingress.app.declaration.assignments import place_of, shown
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.loop_makers import (
@@ -46,6 +45,7 @@ from ingress.app.declaration.loop_makers import (
     put_in,
     stored_by,
 )
+from ingress.core.base.foreign import advisory, dict_of, slots_of, stored, undisguised, unwrapped
 from ingress.core.base.signatures import annotations_of
 
 T = TypeVar("T")
@@ -89,7 +89,8 @@ class LoopObject:
 
 def loop_objects(built: BuiltDeployment) -> Iterator[LoopObject]:
     """Yield the objects that belong to one event loop and that the deployment's code reaches."""
-    yield from _Walk(built.deployment.func_or_class).found(built)
+    with advisory("the search for objects of one event loop"):
+        yield from _Walk(built.deployment.func_or_class).found(built)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class _Walk:
         # By id, with the object itself: another one may not get the same id meanwhile.
         self._seen: dict[int, object] = {}
         self._told: set[tuple[str, str]] = set()
-        self._kept: dict[type, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {}
+        self._kept: dict[int, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {}
         self._known: Known = {}
         self._state: dict[str, object] = {}  # of the app, as all its replicas have it
         self._app = _Name("", "app")
@@ -146,6 +147,7 @@ class _Walk:
                     waiting.append((part, own, 0))
         while waiting and len(self._seen) < _OBJECTS:
             value, name, depth = waiting.popleft()
+            value = undisguised(value)
             if isinstance(value, _PLAIN) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
@@ -210,9 +212,12 @@ class _Walk:
 
     def _kept_by(self, value: object) -> list[tuple[str, str]]:
         """Return the attributes that methods of the object will set, with the makers."""
-        cls = type(value)
+        cls = id(type(value))
         if cls not in self._kept:  # a list may have thousands of instances of one class
-            self._kept[cls] = [*kept_by(cls, self._known)], [*kept_in(cls, self._known)]
+            self._kept[cls] = (
+                [*kept_by(type(value), self._known)],
+                [*kept_in(type(value), self._known)],
+            )
         kept, filled = self._kept[cls]
         if kept:
             there = dict(_attributes(value))  # the walk comes to these by itself
@@ -227,15 +232,15 @@ class _Walk:
 
     def _is_users(self, module: str | None) -> bool:
         """Return whether a module is the user's: of the deployment's package, or no library."""
-        if module is None:  # of a function that was made by `exec`
+        if not isinstance(module, str):  # of a function that was made by `exec`
             return False
         top = module.partition(".")[0]
         if top == "ingress":
             return False
         if top == self._package or top == "__main__":
             return True
-        file = getattr(sys.modules.get(module), "__file__", None)
-        return file is not None and not is_in_library(file)
+        file = stored(sys.modules.get(module), "__file__")
+        return isinstance(file, str) and not is_in_library(file)
 
     def _parts(self, value: object, name: _Name, depth: int) -> Iterator[tuple[object, _Name, int]]:
         """Yield what `value` names, contains or consists of."""
@@ -287,11 +292,11 @@ class _Walk:
         if not self._is_users(function.__module__):
             return
         for annotation in annotations_of(function).values():
-            metadata = map(_dependency, getattr(annotation, "__metadata__", ()))
+            metadata = map(_dependency, stored(annotation, "__metadata__", ()))
             yield from ((each, own, depth) for each in metadata)
         names = names_of(function.__code__)
         for key in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[key]
+            value = undisguised(function.__globals__[key])
             if not isinstance(value, ModuleType):
                 yield value, _Name(function.__module__, key, label), 0
             elif self._is_users(value.__name__):
@@ -301,7 +306,7 @@ class _Walk:
 
 def _global_name(value: object, name: _Name) -> _Name | None:
     """Return the name of the global that is this very object, in the module of `name`."""
-    variables = vars(sys.modules[name.module]) if name.module in sys.modules else {}
+    variables = dict_of(sys.modules.get(name.module))
     key = next((key for key, each in [*variables.items()] if each is value), None)
     return None if key is None else _Name(name.module, key, name.function)
 
@@ -313,7 +318,7 @@ def _label(function: FunctionType) -> str:
 
 
 def _is_ours(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] == "ingress"
+    return str(type(value).__module__).partition(".")[0] == "ingress"
 
 
 def _function_of(value: object) -> FunctionType | None:
@@ -321,7 +326,7 @@ def _function_of(value: object) -> FunctionType | None:
     if isinstance(value, MethodType | staticmethod | classmethod):
         value = value.__func__
     if isinstance(value, _CACHED):
-        value = inspect.unwrap(value)
+        value = unwrapped(value)
     return value if isinstance(value, FunctionType) else None
 
 
@@ -339,9 +344,9 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
     yield from ((slot.__name__, each) for slot, each in slots_of(value))
 
 
-def _dependency(value: object) -> object:
+def _dependency(value: Any) -> object:
     """Return the callable of a `Depends(...)`, and any other value itself."""
-    return getattr(value, "dependency", None) or value if hasattr(value, "use_cache") else value
+    return value.dependency if issubclass(type(value), params.Depends) else value
 
 
 def _parts_of_app(app: Any, mount: str = "") -> Iterator[tuple[str, object]]:

@@ -53,7 +53,7 @@ def load(
             f"there is no module {module_name!r} {where}; check the spelling, or name its "
             "folder with --app-dir"
         ) from None
-    bound = [key for key, value in vars(module).items() if isinstance(value, Application)]
+    bound = [key for key, value in vars(module).items() if issubclass(type(value), Application)]
     try:
         found: Any = attrgetter(attribute)(module)
     except AttributeError:

@@ -20,6 +20,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, TypeVar
 
+from ingress.core.base.foreign import stored, undisguised
 from ingress.core.base.options import LANE_RULE, is_lane
 from ingress.core.execution.execution import (
     OVERRIDE,
@@ -153,7 +154,8 @@ def _overrides(func_or_class: Callable[..., object]) -> Iterator[tuple[str, Over
     # A static lookup, so that no property of the user's runs.
     members = [inspect.getattr_static(func_or_class, name) for name in names]
     for member in members or [func_or_class]:
-        func = getattr(member, "__func__", member)
+        member = undisguised(member)
+        func = stored(member, "__func__", member)
         if inspect.isroutine(func) and (override := override_of(func)) is not None:
             is_batched = hasattr(func, "__ingress_batcher__")
             if is_batched or kind(func) in (Kind.FUNCTION, Kind.GENERATOR):

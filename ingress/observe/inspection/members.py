@@ -21,6 +21,7 @@ from typing import Any
 from ingress.app.asgi import Part
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.core.base.foreign import stored, undisguised, unwrapped
 from ingress.core.base.libraries import is_library
 from ingress.core.base.signatures import annotations_of
 from ingress.core.execution.execution import Role
@@ -49,8 +50,10 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
     if inspect.isfunction(target.__init__):
         parts.insert(0, Part("constructor", target.__init__, Role.LIFECYCLE))
     for name in [*_calls(target), *PublicMethods(target)]:
-        member = getattr(target, name)
-        if id(getattr(member, "__func__", member)) in served or inspect.isclass(member):
+        member = undisguised(getattr(target, name))
+        if member is None or id(stored(member, "__func__", member)) in served:
+            continue
+        if inspect.isclass(member):
             continue
         if name != "__call__" and name not in _HOOKS and _is_of_a_library(target, name):
             continue
@@ -72,8 +75,8 @@ def _is_of_a_library(cls: type, name: str) -> bool:
     package = definer.__module__.partition(".")[0]
     if package == cls.__module__.partition(".")[0]:
         return False
-    file = getattr(sys.modules.get(definer.__module__), "__file__", None)
-    return file is None or is_library(file)
+    file = stored(sys.modules.get(definer.__module__), "__file__")
+    return not isinstance(file, str) or is_library(file)
 
 
 def _unwrapped(what: str, member: Callable[..., object]) -> Iterator[Part]:
@@ -83,14 +86,14 @@ def _unwrapped(what: str, member: Callable[..., object]) -> Iterator[Part]:
 
 
 def _decorated(what: str, member: Callable[..., object]) -> Iterator[Part]:
-    batcher = getattr(member, "__ingress_batcher__", None)
-    if isinstance(batcher, Batcher):
+    batcher = stored(member, "__ingress_batcher__")
+    if type(batcher) is Batcher:
         handler = batcher.handler
         what_it_is = f"{what}, batch".removeprefix(", ")
         if handler.target_s is not None:  # its size and wait are chosen
             what_it_is += f" for {handler.target_s * 1e3:g} ms"
         yield Part(what_it_is, handler.func, Role.BATCH, handler.at_once)
-    if (loader := getattr(member, "__ingress_loader__", None)) is not None:
+    if (loader := stored(member, "__ingress_loader__")) is not None:
         yield Part("model loader", loader, Role.METHOD)
         model = _returned_class(loader)
         if hasattr(model, "__del__"):
@@ -113,12 +116,18 @@ def _inner_parts(target: type | FunctionType, parts: Iterable[Part]) -> Iterator
     members: dict[str, object] = {}
     for base in reversed(target.__mro__) if inspect.isclass(target) else ():
         members.update(vars(base))
-    functions = [each.__func__ if isinstance(each, _BOUND) else each for each in members.values()]
     found = [each for name, each in members.items() if name.startswith("_") and name != "__call__"]
-    for function in filter(inspect.isfunction, [*functions, *(part.func for part in parts)]):
-        function = inspect.unwrap(function)
-        names = function.__code__.co_names
-        found += [function.__globals__[name] for name in names if name in function.__globals__]
-    plain = (each.__func__ if isinstance(each, _BOUND) else each for each in found)
-    for each in dict.fromkeys(filter(inspect.isfunction, plain)):
+    for function in _functions([*members.values(), *(part.func for part in parts)]):
+        inner = unwrapped(function)
+        if isinstance(inner, FunctionType):
+            known = inner.__globals__
+            found += [known[name] for name in inner.__code__.co_names if name in known]
+    for each in dict.fromkeys(_functions(found)):
         yield from _decorated("", each)
+
+
+def _functions(values: Iterable[object]) -> Iterator[FunctionType]:
+    for each in map(undisguised, values):
+        func = each.__func__ if isinstance(each, _BOUND) else each
+        if inspect.isfunction(func):
+            yield func

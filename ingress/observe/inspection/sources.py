@@ -27,6 +27,7 @@ from starlette.responses import FileResponse, StreamingResponse
 
 from ingress.app.asgi.bad_results import own_nodes
 from ingress.app.batching.batching import RECEIVERS
+from ingress.core.base.foreign import stored, unwrapped
 from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Kind, code_of, kind
 
@@ -58,8 +59,8 @@ class Mention:
 
 def mentions(func: Callable[..., object], owner: type | None = None) -> Iterator[Mention]:
     """Yield the callables that `func` hands over; `owner` is the class of its `self`."""
-    function = inspect.unwrap(func)
-    function = getattr(function, "__func__", function)
+    function = unwrapped(func)
+    function = stored(function, "__func__", function)
     if not isinstance(function, FunctionType) or not _may_mention(function):
         return
     try:
