@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, S
 from contextlib import AsyncExitStack
 from traceback import walk_tb
 from types import AsyncGeneratorType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import fastapi
 import fastapi.dependencies.utils
@@ -26,7 +26,7 @@ import fastapi.routing
 import starlette
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
-from starlette.routing import BaseRoute, Match, Mount, Router
+from starlette.routing import BaseRoute, Match, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.app.asgi.known import changed
@@ -97,7 +97,6 @@ __all__ = [
     "Default",
     "DefaultPlaceholder",
     "Dependant",
-    "Included",
     "IncludedRouter",
     "ServedRoute",
     "base_app",
@@ -116,6 +115,7 @@ __all__ = [
     "get_typed_return_annotation",
     "get_typed_signature",
     "is_body_allowed_for_status_code",
+    "is_included",
     "is_late_error",
     "is_original",
     "iter_route_contexts",
@@ -164,19 +164,8 @@ class CompilableRoute(Protocol):
     _embed_body_fields: bool
 
 
-class Included(Protocol):
-    """A node of the route tree: a router with the prefix and dependencies of its include."""
-
-    original_router: Router
-    _effective_candidates: Sequence[object]
-
-
 routing: ModuleType = fastapi.routing
 """FastAPI's module, without types: `compiled` calls functions in it that tracers may replace."""
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(map(int, fastapi.__version__.split(".")[:2]))
 
 
 def _since(version: tuple[int, int], path: str) -> Any:
@@ -184,7 +173,7 @@ def _since(version: tuple[int, int], path: str) -> Any:
     found = find(path, _missing)
     if found is not _missing:
         return found
-    if version <= _version():
+    if version <= tuple(map(int, fastapi.__version__.split(".")[:2])):
         _missing.append(path)
     return None
 
@@ -348,8 +337,7 @@ def read_dependants_by(func: Callable[..., Dependant]) -> None:
 
 def ping_interval_s() -> float:
     """Return the seconds between two comments of an idle event stream; FastAPI reads it late."""
-    seconds: float = routing._PING_INTERVAL
-    return seconds
+    return float(routing._PING_INTERVAL)
 
 
 def request_with_body(
@@ -426,7 +414,12 @@ def effective_context(served: ServedRoute) -> CompilableRoute | None:
     return getattr(served, "_route_context", None)
 
 
-def with_candidates(node: Included, candidates: Sequence[object]) -> Included:
+def is_included(route: object) -> TypeGuard[Any]:
+    """Return whether a route is an included router, with the prefix of its include."""
+    return IncludedRouter is not None and isinstance(route, IncludedRouter)
+
+
+def with_candidates(node: Any, candidates: Sequence[object]) -> Any:
     """Return a copy of an included router with other routes to match."""
     clone = copy.copy(node)
     clone._effective_candidates = candidates
@@ -442,7 +435,7 @@ def take_frontends(router: Any, clone: Any, copied: Callable[[Any], Any]) -> Non
         ]
 
 
-def built_candidates(node: Included) -> Sequence[Any]:
+def built_candidates(node: Any) -> Sequence[Any]:
     """Return the routes of an included router that FastAPI has built, none if it has not yet."""
     return getattr(node, "_effective_candidates", ())
 
@@ -452,7 +445,7 @@ def fill_low_priority(node: Any) -> None:
     getattr(node, "effective_low_priority_routes", list)()
 
 
-def keeps_candidates(node: Included) -> bool:
+def keeps_candidates(node: Any) -> bool:
     """Return whether all routes of an included router are among its `effective_candidates()`."""
     low_priority: list[object] = getattr(node, "effective_low_priority_routes", list)()
     return not low_priority and hasattr(node, "_effective_candidates")
@@ -479,16 +472,10 @@ def check_kind(route: BaseRoute) -> None:
     Its endpoints would be called without their instance.
     """
     kind = type(route)
-    if kind.__module__.startswith("fastapi.") and kind not in (*_known_kinds(),):
+    known = (fastapi.routing.APIRoute, fastapi.routing.APIWebSocketRoute, IncludedRouter)
+    if kind.__module__.startswith("fastapi.") and kind not in known:
         raise UnsupportedVersionError(
             f"FastAPI {fastapi.__version__} makes routes of a kind that ingress does not know, "
             f"{kind.__module__}.{kind.__name__}; install a supported version: "
             f'python -m pip install "fastapi{SUPPORTED}"'
         )
-
-
-def _known_kinds() -> Iterator[type]:
-    yield fastapi.routing.APIRoute
-    yield fastapi.routing.APIWebSocketRoute
-    if IncludedRouter is not None:
-        yield IncludedRouter

@@ -39,8 +39,6 @@ class Lifted:
     It is equal to the original, because FastAPI's cache of a request compares by equality.
     """
 
-    is_planned = False
-
     def __init__(
         self, original: Callable[..., object], target: Target, owner: Dependencies
     ) -> None:
@@ -65,9 +63,7 @@ class Lifted:
 class Planned(Lifted):
     """A function, run by the current replica's plan."""
 
-    is_planned = True
-
-    async def __call__(self, /, **values: object) -> object:
+    async def __call__(self, /, **values: object) -> Any:
         return await REPLICA.get().plans[self.target].run(**values)
 
 
@@ -82,12 +78,10 @@ class BoundGenerator(Lifted):
         yield from self.target.bound_to(REPLICA.get().servable_object)(**values)
 
 
-class PlannedGenerator(Lifted):
+class PlannedGenerator(Planned):
     """A `def` with `yield` and `@serve.method`: both halves run where `@serve.method` says."""
 
-    is_planned = True
-
-    async def __call__(self, /, **values: object) -> AsyncGenerator[object, None]:
+    async def __call__(self, /, **values: object) -> AsyncGenerator[object, None]:  # type: ignore[override]
         plan = REPLICA.get().plans[self.target]
         manager = contextmanager(plan.func)(**values)
         value = await plan.run_part(manager.__enter__)

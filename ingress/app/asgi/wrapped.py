@@ -100,6 +100,8 @@ def guard_mounted(mount: Any) -> None:
 
     In place: the replicas and the user's code share these apps.
     """
+    if isinstance(mount, Mount):
+        mount.app = rebased(mount.app, base_app(mount), base_app(mount))
     for app in found_inside(mount.app, (Starlette,)):
         own, router = vars(app), app.router
         if "build_middleware_stack" in own:  # also that of a user, who puts layers around
@@ -111,8 +113,6 @@ def guard_mounted(mount: Any) -> None:
         for route in router.routes:
             if isinstance(route, (Mount, Host)):
                 guard_mounted(route)
-            if isinstance(route, Mount):
-                route.app = rebased(route.app, base_app(route), base_app(route))
 
 
 def _build_guarded(app: Starlette) -> ASGIApp:
