@@ -17,7 +17,6 @@ from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, update_wrapper
-from types import MethodType
 from typing import Any, ForwardRef
 
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
@@ -69,9 +68,9 @@ from ingress.app.asgi.wrapped import (
     guard_mounted,
     is_alike,
     is_fastapis,
-    put_around,
     put_inside,
     rebased,
+    take_layers,
     take_methods,
 )
 from ingress.context import REPLICA
@@ -214,30 +213,22 @@ class RouteTree:
 
         Raises `TypeError` if the replica's instance would not reach an endpoint in such a layer.
         """
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, MethodType) and value.__self__ is route:
-                return MethodType(value.__func__, clone)
-            if is_fastapis(value, route.dependant) or is_alike(value, made):
-                return made
-            return None
-
         made = getattr(clone, "app", None)  # FastAPI 0.137 keeps none of an included route
-        changed = {
-            name: value
-            for name, value in vars(route).items()
-            if name == "app" or (callable(value) and name in _METHODS)
-        }
-        for name, value in changed.items():
-            kept = put_around(value, swap)
-            if kept is None and _is_bound(clone):
-                raise TypeError(
-                    f"`{name}` of the route '{route.path}' of {name_of(route.endpoint)} was "
-                    "replaced, and no replica finds FastAPI's own in it, so it would run without "
-                    "its instance. Use app.add_middleware(...), Depends(...), a route class, or a "
-                    "layer that keeps what it wraps as `self.app` or in its closure."
-                )
-            vars(clone)[name] = value if kept is None else kept
+        methods = [name for name in _METHODS if callable(vars(route).get(name))]
+        layers = [*methods, "app"] if "app" in vars(route) else methods
+        hidden = take_layers(
+            route,
+            clone,
+            layers,
+            lambda each: is_fastapis(each, route.dependant) or is_alike(each, made),
+        )
+        if hidden and _is_bound(clone):
+            raise TypeError(
+                f"`{hidden[0]}` of the route '{route.path}' of {name_of(route.endpoint)} was "
+                "replaced, and no replica finds FastAPI's own in it, so it would run without "
+                "its instance. Use app.add_middleware(...), Depends(...), a route class, or a "
+                "layer that keeps what it wraps as `self.app` or in its closure."
+            )
         call: Any = route.dependant.call
         # Integrations wrap the call when a route is made: then the clone's is wrapped as well.
         if call is not route.endpoint and clone.dependant.call is clone.endpoint:
