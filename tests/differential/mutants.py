@@ -88,7 +88,7 @@ def equal_callables_are_one() -> Any:
 
 def wrapped_methods_are_not_bound() -> Any:
     """A decorator hides a method, whose `self` FastAPI then asks the client for."""
-    innermost, asks = methods._innermost, methods._asks_for_self
+    innermost, asks = methods._innermost, methods.asks_for_self
 
     def only_functions(func: Any) -> Any:
         return None if hasattr(func, "__wrapped__") else innermost(func)
@@ -98,7 +98,7 @@ def wrapped_methods_are_not_bound() -> Any:
 
     return _both(
         patch.object(methods, "_innermost", only_functions),
-        patch.object(methods, "_asks_for_self", never),
+        patch.object(methods, "asks_for_self", never),
     )
 
 

@@ -426,10 +426,17 @@ def with_candidates(node: Any, candidates: Sequence[object]) -> Any:
     return clone
 
 
-def take_frontends(router: Any, clone: Any, copied: Callable[[Any], Any]) -> None:
-    """Give the copy of a router copies of its frontends: files that no route stands before."""
+def take_frontends(router: Any, clone: Any, overrides: Callable[[Any], Any]) -> None:
+    """Give the copy of a router copies of its frontends: files that no route stands before.
+
+    `overrides` returns the provider of dependency overrides for that of the user.
+    """
     if (group := getattr(router, "_frontend_routes", None)) is not None:
-        new = clone._frontend_routes = copied(group)
+        new = clone._frontend_routes = copy.copy(group)
+        provider = overrides(group.dependency_overrides_provider)
+        make = type(group).__init__
+        make(new, dependencies=group.dependencies, dependency_overrides_provider=provider)
+        new.routes = group.routes
         clone._low_priority_routes = [
             new if each is group else each for each in router._low_priority_routes
         ]

@@ -99,10 +99,6 @@ class Methods:
         owner = self._owner(func)
         return owner is not None and _is_bound(func, owner)
 
-    def is_foreign(self, func: Any) -> bool:
-        """Return whether `func` is a method of another class, which this deployment cannot run."""
-        return not self.owns(func) and _asks_for_self(func)
-
     def target(self, func: Callable[..., object], *, is_endpoint: bool = False) -> Target:
         """Return the target of `func`.
 
@@ -114,7 +110,7 @@ class Methods:
         func = plain(func)
         owner = self._owner(func)
         if owner is None:
-            if _asks_for_self(func):
+            if asks_for_self(func):
                 raise TypeError(_told_of_self(func))
             return Target(func, _read(func))
         descriptor = _descriptor(owner, func)
@@ -218,11 +214,12 @@ def without_partials(func: Any) -> Any:
 
 def refuse_self_from_client(func: Any, where: str) -> None:
     """Raise `TypeError` for a function for whose `self` FastAPI would ask the client."""
-    if _asks_for_self(func):
+    if asks_for_self(func):
         raise TypeError(f"{where}: {_told_of_self(func)}")
 
 
-def _asks_for_self(func: Any) -> bool:
+def asks_for_self(func: Any) -> bool:
+    """Return whether FastAPI would ask the client for the instance that a function takes."""
     first, called = _first(func), without_partials(func)
     inner = _innermost(called) or _innermost(getattr(called, "__wrapped__", None))
     names = _INSTANCE[:1] if inner is None else _names_of_instance(inner)

@@ -58,6 +58,7 @@ from ingress.app.asgi.methods import (
     GENERATORS,
     Methods,
     Target,
+    asks_for_self,
     kind_for_fastapi,
     refuse_self_from_client,
 )
@@ -134,7 +135,7 @@ class RouteTree:
             if isinstance(known, APIRouter):
                 provider = known.dependency_overrides_provider
                 known.dependency_overrides_provider = self.dependencies.overrides(provider)
-                take_frontends(router, known, self._frontend)
+                take_frontends(router, known, self.dependencies.overrides)
             routes = (self._route(route, router) for route in router.routes)
             known.routes = [route for route in routes if route is not None]
             known.middleware_stack = rebased(router.middleware_stack, router.app, known.app)
@@ -176,37 +177,26 @@ class RouteTree:
         self._clones[id(route)] = clone
         return clone
 
-    def _frontend(self, group: Any) -> Any:
-        clone, make = copy.copy(group), type(group).__init__
-        provider = self.dependencies.overrides(group.dependency_overrides_provider)
-        make(clone, dependencies=group.dependencies, dependency_overrides_provider=provider)
-        clone.routes = group.routes
-        return clone
-
     def _around_routes(self, route: BaseRoute, router: Router) -> BaseRoute | None:
         """Return a route of a class of the user's with the routes in it cloned.
 
         `None` if one of these is of another class.
         """
-        has_foreign = False
+        inner: list[BaseRoute | None] = []
 
         def swap(value: Any) -> Any:
-            nonlocal has_foreign
             if not issubclass(type(value), BaseRoute) or value is route:
                 return None
-            clone = self._route(value, router)
-            has_foreign = has_foreign or clone is None
-            return clone
+            inner.append(self._route(value, router))
+            return inner[-1]
 
         around: BaseRoute = put_inside(route, swap)
-        return None if has_foreign else around
+        return None if any(each is None for each in inner) else around
 
     def _is_foreign(self, endpoint: Callable[..., object]) -> bool:
         """Return whether only another class can run an endpoint."""
-        if self.methods.owns(endpoint):
-            return False
         is_theirs = any(other.takes_self(endpoint) for other in self._others)
-        return is_theirs or self.methods.is_foreign(endpoint)
+        return not self.methods.owns(endpoint) and (is_theirs or asks_for_self(endpoint))
 
     def _keep_changes(self, route: Any, clone: Any) -> None:
         """Put the layers that user code has put around the app of a route around the clone's.
@@ -214,12 +204,10 @@ class RouteTree:
         Raises `TypeError` if the replica's instance would not reach an endpoint in such a layer.
         """
         made = getattr(clone, "app", None)  # FastAPI 0.137 keeps none of an included route
-        methods = [name for name in _METHODS if callable(vars(route).get(name))]
-        layers = [*methods, "app"] if "app" in vars(route) else methods
         hidden = take_layers(
             route,
             clone,
-            layers,
+            [name for name in _LAYERED if callable(vars(route).get(name))],
             lambda each: is_fastapis(each, route.dependant) or is_alike(each, made),
         )
         if hidden and _is_bound(clone):
@@ -254,14 +242,15 @@ class RouteTree:
                 self._keep_changes(each.starlette_route or each, clone.starlette_route or clone)
 
 
-_METHODS = ("handle", "matches", "get_route_handler", "__call__")
+_LAYERED = ("app", "handle", "matches", "get_route_handler", "__call__")
 
 
 def _is_bound(clone: Any) -> bool:
     """Return whether a route needs the instance."""
     calls: list[Any] = [node.call for node in nodes_of(clone.dependant)]
     targets = [each.target for each in calls if isinstance(each, Lifted)]
-    return any(each.descriptor for each in (*targets, clone.endpoint.__ingress_target__))
+    targets.append(clone.endpoint.__ingress_target__)
+    return any(each.descriptor is not None for each in targets)
 
 
 def wrapper(original: Callable[..., object], target: Target, streams: Kind | None) -> Any:
@@ -381,20 +370,10 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
     """Yield the routes of a clone, without FastAPI's documentation routes."""
     for served in served_routes(routes):
         endpoint = getattr(served, "endpoint", None)
-        if endpoint is None or getattr(endpoint, "__module__", None) == "fastapi.applications":
-            continue
-        yield RouteInfo(
-            served.path,
-            isinstance(getattr(served, "original_route", served), WebSocketRoute),
-            function_of(endpoint),
-        )
-
-
-def function_of(endpoint: Any) -> Callable[..., object]:
-    """Return the user's function that an endpoint runs."""
-    target: Target | None = getattr(endpoint, "__ingress_target__", None)
-    func: Callable[..., object] = endpoint if target is None else target.func
-    return func
+        if endpoint is not None and getattr(endpoint, "__module__", "") != "fastapi.applications":
+            is_websocket = isinstance(getattr(served, "original_route", served), WebSocketRoute)
+            target: Target | None = getattr(endpoint, "__ingress_target__", None)
+            yield RouteInfo(served.path, is_websocket, target.func if target else endpoint)
 
 
 def check_added(route: BaseRoute) -> None:
