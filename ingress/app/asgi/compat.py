@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, S
 from contextlib import AsyncExitStack
 from traceback import walk_tb
 from types import AsyncGeneratorType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import fastapi
 import fastapi.dependencies.utils
@@ -81,9 +81,6 @@ from fastapi.dependencies.utils import (  # noqa: E402
 from starlette._exception_handler import wrap_app_handling_exceptions  # noqa: E402
 from starlette._utils import get_route_path  # noqa: E402
 
-if TYPE_CHECKING:  # without it nothing is lost but types
-    from fastapi._compat import ModelField as ModelField
-
 __all__ = [
     "EXIT_STACK_LAYER",
     "FASTAPI_SCOPE",
@@ -93,7 +90,6 @@ __all__ = [
     "REQUEST_STACK",
     "STACKS",
     "TELEMETRY",
-    "CompilableRoute",
     "Default",
     "DefaultPlaceholder",
     "Dependant",
@@ -152,16 +148,6 @@ class ServedRoute(Protocol):
     endpoint: Callable[..., object]
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]: ...
-
-
-class CompilableRoute(Protocol):
-    """The object whose `app` answers an `APIRoute`, or FastAPI's context of an included one."""
-
-    app: ASGIApp
-    dependant: Dependant
-    status_code: int | None
-    stream_item_field: ModelField | None
-    _embed_body_fields: bool
 
 
 routing: ModuleType = fastapi.routing
@@ -369,13 +355,11 @@ def waiting_for_threads(body: object) -> Iterable[object] | None:
     Also `None` for a Starlette that has renamed the variables that hold them: it then does.
     """
     code = iterate_in_threadpool.__code__
-    if not isinstance(body, AsyncGeneratorType) or body.ag_code is not code:
-        return None
-    if not {*_ITERATORS} <= {*code.co_varnames}:
+    is_known = {*_ITERATORS} <= {*code.co_varnames}
+    if not is_known or not isinstance(body, AsyncGeneratorType) or body.ag_code is not code:
         return None
     names = {} if body.ag_frame is None else body.ag_frame.f_locals
-    items: Iterable[object] | None = None if _ITERATORS[1] in names else names.get(_ITERATORS[0])
-    return items
+    return None if _ITERATORS[1] in names else names.get(_ITERATORS[0])
 
 
 _ITERATORS = ("iterator", "as_iterator")
@@ -384,7 +368,7 @@ _ITERATORS = ("iterator", "as_iterator")
 # Routes.
 
 
-def embeds_body(route: CompilableRoute) -> bool:
+def embeds_body(route: Any) -> bool:
     """Return whether FastAPI expects the parameters of a route's body under their names."""
     return bool(route._embed_body_fields)
 
@@ -406,7 +390,7 @@ def effective_route(scope: Scope, route: object) -> Any:
     return included if getattr(included, "original_route", None) is route else route
 
 
-def effective_context(served: ServedRoute) -> CompilableRoute | None:
+def effective_context(served: ServedRoute) -> Any:
     """Return what FastAPI keeps of an included route, `None` for another route.
 
     FastAPI 0.137 keeps no app in it: it makes that app anew for each request.
@@ -454,7 +438,7 @@ def fill_low_priority(node: Any) -> None:
 
 def keeps_candidates(node: Any) -> bool:
     """Return whether all routes of an included router are among its `effective_candidates()`."""
-    low_priority: list[object] = getattr(node, "effective_low_priority_routes", list)()
+    low_priority: Any = getattr(node, "effective_low_priority_routes", list)()
     return not low_priority and hasattr(node, "_effective_candidates")
 
 
@@ -462,8 +446,7 @@ def base_app(mount: Mount) -> ASGIApp:
     """Return the mounted app, without the mount's middleware."""
     if not hasattr(mount, "_base_app"):
         raise unsupported("starlette", SUPPORTED_STARLETTE, ["starlette.routing:Mount._base_app"])
-    app: ASGIApp = mount._base_app
-    return app
+    return mount._base_app
 
 
 def is_original(func: object) -> bool:

@@ -27,7 +27,6 @@ from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRo
 from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi.compat import (
-    CompilableRoute,
     Default,
     IncludedRouter,
     ServedRoute,
@@ -357,7 +356,7 @@ def served_routes(routes: Sequence[BaseRoute]) -> Iterator[ServedRoute]:
         yield getattr(served, "starlette_route", None) or served
 
 
-def api_route(served: ServedRoute) -> CompilableRoute | None:
+def api_route(served: ServedRoute) -> Any:
     """Return the object whose `app` answers an `APIRoute`; `None` for another kind of route.
 
     FastAPI keeps the app of an included route apart from the route.
