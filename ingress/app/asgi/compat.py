@@ -16,6 +16,7 @@ import copy
 import warnings
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from functools import cache
 from traceback import walk_tb
 from types import AsyncGeneratorType, FunctionType, ModuleType
 from typing import Any, Protocol, TypeGuard
@@ -285,12 +286,11 @@ def why_not_compiled() -> str:
 why_not_compiled()  # here, because it may read files, and an app may be bound on an event loop
 
 
-def warn_if_not_compiled(routes: int) -> None:
+@cache
+def warn_if_not_compiled(*, has_routes: bool) -> None:
     """Warn, once in a process, if an app with routes is bound and none is compiled."""
-    global _has_warned
     why = why_not_compiled()
-    if why and routes and not _has_warned:
-        _has_warned = True
+    if why and has_routes:
         warnings.warn(
             f"FastAPI {fastapi.__version__} with Starlette {starlette.__version__}: {why}. "
             "FastAPI's own handlers answer all routes, at plain FastAPI's speed. Upgrade "
@@ -298,9 +298,6 @@ def warn_if_not_compiled(routes: int) -> None:
             CompiledRoutesOffWarning,
             stacklevel=2,
         )
-
-
-_has_warned = False
 
 
 # Requests.

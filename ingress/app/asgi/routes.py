@@ -17,6 +17,7 @@ from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, update_wrapper
+from itertools import chain
 from typing import Any, ForwardRef
 
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
@@ -111,7 +112,7 @@ class RouteTree:
 
     def clone(self, router: Router) -> Router:
         """Return the router with its endpoints wrapped and its dependencies lifted."""
-        warn_if_not_compiled(len(router.routes))
+        warn_if_not_compiled(has_routes=bool(router.routes))
         with self.dependencies.reading():
             cloned = self._router(router)
             # This also fills FastAPI's caches of the included routes. Filled later, they would have
@@ -339,13 +340,8 @@ def _is_inferred(route: APIRoute) -> bool:
 
 def routers(router: Router) -> list[Router]:
     """Return a router and those that it includes, each once."""
-    found: dict[int, Router] = {}
-    left = [router]
-    while left:
-        each = left.pop()
-        if id(each) not in found:
-            found[id(each)] = each
-            left += [route.original_router for route in each.routes if is_included(route)]
+    included = [route.original_router for route in list(router.routes) if is_included(route)]
+    found = {id(each): each for each in chain([router], *map(routers, included))}
     return list(found.values())
 
 
@@ -441,22 +437,19 @@ _APPS = (Starlette, Router)
 
 
 def _check_owned(route: Any, methods: Methods, mounted_at: str) -> None:
-    name = name_of(route.endpoint)
-    if not methods.owns(route.endpoint):
-        pass
-    elif mounted_at:
+    name, is_owned = name_of(route.endpoint), methods.owns(route.endpoint)
+    if is_owned and mounted_at:
         raise TypeError(
             f"{name} is a route of an app mounted at '{mounted_at}', which is never bound "
             f"to {methods.cls.__qualname__}. Declare it on an APIRouter and include that: "
             f"app.include_router(router, prefix='{mounted_at}')."
         )
-    elif not isinstance(route, (APIRoute, APIWebSocketRoute)):
+    if is_owned and not isinstance(route, (APIRoute, APIWebSocketRoute)):
         raise TypeError(
             f"{name} was added with Starlette's `add_route`, which calls it with the "
             "request and without `self`. Use @app.get, @app.api_route or @app.websocket."
         )
-    else:
-        methods.check(route.endpoint)
+    methods.check(route.endpoint)
     for node in nodes_of_route(route) if mounted_at else ():
         where = f"a route of the app mounted at '{mounted_at}'"
         if methods.takes_self(node.call):

@@ -166,15 +166,14 @@ def _with_new_parts(layer: Any, swap: Swap, seen: dict[int, Any]) -> Any:
     parts = dict(_parts(layer))
     inner = {name: _copied(value, swap, seen) for name, value in parts.items()}
     inner = {name: value for name, value in inner.items() if value is not None}
-    kind = type(layer)
     if not inner:
         return layer
+    kind, values = type(layer), list((parts | inner).values())
     if kind in _CONTAINERS:
-        values = [inner.get(name, value) for name, value in parts.items()]
         return dict(zip(layer, values, strict=True)) if kind is dict else kind(values)
     if kind is partial:
-        args = [inner.get(str(index), value) for index, value in enumerate(layer.args)]
-        return partial(layer.func, *args, **{k: inner.get(k, v) for k, v in layer.keywords.items()})
+        args, named = values[: len(layer.args)], values[len(layer.args) :]
+        return partial(layer.func, *args, **dict(zip(layer.keywords, named, strict=True)))
     if kind is not FunctionType:
         made = copy.copy(layer)
         for name, value in inner.items():
