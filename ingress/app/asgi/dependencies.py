@@ -293,10 +293,9 @@ def nodes_of_route(route: Any, *, with_endpoint: bool = False) -> Iterator[Depen
 
 
 def functions_of(dependant: Dependant) -> Iterator[Callable[..., object]]:
-    """Yield the functions of the dependencies, as they run, in the order of their calls."""
-    for each in nodes_of(dependant):
-        call: Any = each.call
-        yield call.target.func if isinstance(call, Lifted) else call
+    """Return the functions of the dependencies, as they run, in the order of their calls."""
+    calls: Iterator[Any] = (each.call for each in nodes_of(dependant))
+    return (call.target.func if isinstance(call, Lifted) else call for call in calls)
 
 
 def _is_security(call: Any) -> bool:
@@ -306,10 +305,9 @@ def _is_security(call: Any) -> bool:
 
 def _read(*, call: Any, **given: Any) -> Dependant:
     """Return FastAPI's analysis of a callable, or of its replacement."""
-    if (reading := _NEXT.get(None)) is not None:
-        _NEXT.set(None)
-    else:
-        reading = call.owner if isinstance(call, Lifted) else _READING.get(None)
+    owner = call.owner if isinstance(call, Lifted) else _READING.get(None)
+    reading = _NEXT.get(None) or owner
+    _NEXT.set(None)
     if reading is not None:
         with reading.reading():
             return get_dependant(call=reading.replaced(call), **given)
