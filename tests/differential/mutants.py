@@ -88,7 +88,7 @@ def equal_callables_are_one() -> Any:
 
 def wrapped_methods_are_not_bound() -> Any:
     """A decorator hides a method, whose `self` FastAPI then asks the client for."""
-    innermost, asks = methods._innermost, methods._asks_for_self
+    innermost, asks = methods._innermost, methods.asks_for_self
 
     def only_functions(func: Any) -> Any:
         return None if hasattr(func, "__wrapped__") else innermost(func)
@@ -98,7 +98,7 @@ def wrapped_methods_are_not_bound() -> Any:
 
     return _both(
         patch.object(methods, "_innermost", only_functions),
-        patch.object(methods, "_asks_for_self", never),
+        patch.object(methods, "asks_for_self", never),
     )
 
 
@@ -116,20 +116,19 @@ def overrides_are_looked_up_by_the_replacement() -> Any:
     """The replacement of a dependency is the key of its override."""
 
     def get(self: Any, call: Any, default: Any) -> Any:
-        found = self.users.get(call, call)
+        found = self.users.dependency_overrides.get(call, call)
         return self._owner.replaced(found)
 
-    return patch.object(
-        dependencies._Replacements, "find", lambda self, call: get(self, call, call)
-    )
+    return patch.object(dependencies.Overrides, "find", lambda self, call: get(self, call, call))
 
 
 def methods_below_others_are_not_bound() -> Any:
     """While there are overrides, FastAPI runs what is below an `async def` as it is."""
-    get = dependencies._Replacements.get
+    get = dependencies.Overrides.get
 
     def as_it_is(self: Any, call: Any, default: Any) -> Any:
-        is_overridden = self.users.get(dependencies.original_of(call)) is not None
+        users = self.users.dependency_overrides
+        is_overridden = users.get(dependencies.original_of(call)) is not None
         return get(self, call, default) if is_overridden else call
 
     def read(*, call: Any, **given: Any) -> Any:
@@ -137,7 +136,7 @@ def methods_below_others_are_not_bound() -> Any:
 
     reading, original = dependencies._read, compat.get_dependant
     return _both(
-        patch.object(dependencies._Replacements, "get", as_it_is),
+        patch.object(dependencies.Overrides, "get", as_it_is),
         patch.object(utils, "get_dependant", read),
     )
 

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from itertools import chain
-from types import MethodType
 from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI
@@ -37,7 +36,7 @@ from ingress.app.asgi.routes import (
 )
 from ingress.app.asgi.unserved_routes import warn_of_routes_not_served
 from ingress.app.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
-from ingress.app.asgi.wrapped import is_alike, put_around, rebased, take_methods
+from ingress.app.asgi.wrapped import is_alike, rebased, take_layers, take_methods
 from ingress.core.base.foreign import advisory
 from ingress.core.execution.other_loop import is_noted, note_other_loop
 from ingress.exceptions import CALL_ERRORS, RayServeException
@@ -276,17 +275,9 @@ def _renewed(route: Any, new: Any) -> BaseRoute:
     if new is None:
         return cast(BaseRoute, route)
     renewed = copy.copy(route)
-    renewed.endpoint, made = new.endpoint, new.app
-
-    def swap(value: Any) -> Any:
-        if type(value) is MethodType and value.__self__ is route:
-            return MethodType(value.__func__, renewed)
-        return made if is_alike(value, made) else None
-
-    for name, value in vars(route).items():
-        if name == "app" or callable(getattr(type(route), name, None)):
-            kept = put_around(value, swap)
-            setattr(renewed, name, value if kept is None else kept)
+    renewed.endpoint, renewed.app = new.endpoint, new.app
+    methods = (name for name in vars(route) if callable(getattr(type(route), name, None)))
+    take_layers(route, renewed, (*methods, "app"), lambda each: is_alike(each, new.app))
     return cast(BaseRoute, renewed)
 
 

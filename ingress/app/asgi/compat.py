@@ -16,9 +16,10 @@ import copy
 import warnings
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from functools import cache
 from traceback import walk_tb
 from types import AsyncGeneratorType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import fastapi
 import fastapi.dependencies.utils
@@ -26,7 +27,7 @@ import fastapi.routing
 import starlette
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
-from starlette.routing import BaseRoute, Match, Mount, Router
+from starlette.routing import BaseRoute, Match, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.app.asgi.known import changed
@@ -81,9 +82,6 @@ from fastapi.dependencies.utils import (  # noqa: E402
 from starlette._exception_handler import wrap_app_handling_exceptions  # noqa: E402
 from starlette._utils import get_route_path  # noqa: E402
 
-if TYPE_CHECKING:  # without it nothing is lost but types
-    from fastapi._compat import ModelField as ModelField
-
 __all__ = [
     "EXIT_STACK_LAYER",
     "FASTAPI_SCOPE",
@@ -93,11 +91,9 @@ __all__ = [
     "REQUEST_STACK",
     "STACKS",
     "TELEMETRY",
-    "CompilableRoute",
     "Default",
     "DefaultPlaceholder",
     "Dependant",
-    "Included",
     "IncludedRouter",
     "ServedRoute",
     "base_app",
@@ -116,6 +112,7 @@ __all__ = [
     "get_typed_return_annotation",
     "get_typed_signature",
     "is_body_allowed_for_status_code",
+    "is_included",
     "is_late_error",
     "is_original",
     "iter_route_contexts",
@@ -154,29 +151,8 @@ class ServedRoute(Protocol):
     def matches(self, scope: Scope) -> tuple[Match, Scope]: ...
 
 
-class CompilableRoute(Protocol):
-    """The object whose `app` answers an `APIRoute`, or FastAPI's context of an included one."""
-
-    app: ASGIApp
-    dependant: Dependant
-    status_code: int | None
-    stream_item_field: ModelField | None
-    _embed_body_fields: bool
-
-
-class Included(Protocol):
-    """A node of the route tree: a router with the prefix and dependencies of its include."""
-
-    original_router: Router
-    _effective_candidates: Sequence[object]
-
-
 routing: ModuleType = fastapi.routing
 """FastAPI's module, without types: `compiled` calls functions in it that tracers may replace."""
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(map(int, fastapi.__version__.split(".")[:2]))
 
 
 def _since(version: tuple[int, int], path: str) -> Any:
@@ -184,7 +160,7 @@ def _since(version: tuple[int, int], path: str) -> Any:
     found = find(path, _missing)
     if found is not _missing:
         return found
-    if version <= _version():
+    if version <= tuple(map(int, fastapi.__version__.split(".")[:2])):
         _missing.append(path)
     return None
 
@@ -310,12 +286,11 @@ def why_not_compiled() -> str:
 why_not_compiled()  # here, because it may read files, and an app may be bound on an event loop
 
 
-def warn_if_not_compiled(routes: int) -> None:
+@cache
+def warn_if_not_compiled(*, has_routes: bool) -> None:
     """Warn, once in a process, if an app with routes is bound and none is compiled."""
-    global _has_warned
     why = why_not_compiled()
-    if why and routes and not _has_warned:
-        _has_warned = True
+    if why and has_routes:
         warnings.warn(
             f"FastAPI {fastapi.__version__} with Starlette {starlette.__version__}: {why}. "
             "FastAPI's own handlers answer all routes, at plain FastAPI's speed. Upgrade "
@@ -323,9 +298,6 @@ def warn_if_not_compiled(routes: int) -> None:
             CompiledRoutesOffWarning,
             stacklevel=2,
         )
-
-
-_has_warned = False
 
 
 # Requests.
@@ -348,8 +320,7 @@ def read_dependants_by(func: Callable[..., Dependant]) -> None:
 
 def ping_interval_s() -> float:
     """Return the seconds between two comments of an idle event stream; FastAPI reads it late."""
-    seconds: float = routing._PING_INTERVAL
-    return seconds
+    return float(routing._PING_INTERVAL)
 
 
 def request_with_body(
@@ -381,13 +352,11 @@ def waiting_for_threads(body: object) -> Iterable[object] | None:
     Also `None` for a Starlette that has renamed the variables that hold them: it then does.
     """
     code = iterate_in_threadpool.__code__
-    if not isinstance(body, AsyncGeneratorType) or body.ag_code is not code:
-        return None
-    if not {*_ITERATORS} <= {*code.co_varnames}:
+    is_known = {*_ITERATORS} <= {*code.co_varnames}
+    if not is_known or not isinstance(body, AsyncGeneratorType) or body.ag_code is not code:
         return None
     names = {} if body.ag_frame is None else body.ag_frame.f_locals
-    items: Iterable[object] | None = None if _ITERATORS[1] in names else names.get(_ITERATORS[0])
-    return items
+    return None if _ITERATORS[1] in names else names.get(_ITERATORS[0])
 
 
 _ITERATORS = ("iterator", "as_iterator")
@@ -396,7 +365,7 @@ _ITERATORS = ("iterator", "as_iterator")
 # Routes.
 
 
-def embeds_body(route: CompilableRoute) -> bool:
+def embeds_body(route: Any) -> bool:
     """Return whether FastAPI expects the parameters of a route's body under their names."""
     return bool(route._embed_body_fields)
 
@@ -418,7 +387,7 @@ def effective_route(scope: Scope, route: object) -> Any:
     return included if getattr(included, "original_route", None) is route else route
 
 
-def effective_context(served: ServedRoute) -> CompilableRoute | None:
+def effective_context(served: ServedRoute) -> Any:
     """Return what FastAPI keeps of an included route, `None` for another route.
 
     FastAPI 0.137 keeps no app in it: it makes that app anew for each request.
@@ -426,23 +395,35 @@ def effective_context(served: ServedRoute) -> CompilableRoute | None:
     return getattr(served, "_route_context", None)
 
 
-def with_candidates(node: Included, candidates: Sequence[object]) -> Included:
+def is_included(route: object) -> TypeGuard[Any]:
+    """Return whether a route is an included router, with the prefix of its include."""
+    return IncludedRouter is not None and isinstance(route, IncludedRouter)
+
+
+def with_candidates(node: Any, candidates: Sequence[object]) -> Any:
     """Return a copy of an included router with other routes to match."""
     clone = copy.copy(node)
     clone._effective_candidates = candidates
     return clone
 
 
-def take_frontends(router: Any, clone: Any, copied: Callable[[Any], Any]) -> None:
-    """Give the copy of a router copies of its frontends: files that no route stands before."""
+def take_frontends(router: Any, clone: Any, overrides: Callable[[Any], Any]) -> None:
+    """Give the copy of a router copies of its frontends: files that no route stands before.
+
+    `overrides` returns the provider of dependency overrides for that of the user.
+    """
     if (group := getattr(router, "_frontend_routes", None)) is not None:
-        new = clone._frontend_routes = copied(group)
+        new = clone._frontend_routes = copy.copy(group)
+        provider = overrides(group.dependency_overrides_provider)
+        make = type(group).__init__
+        make(new, dependencies=group.dependencies, dependency_overrides_provider=provider)
+        new.routes = group.routes
         clone._low_priority_routes = [
             new if each is group else each for each in router._low_priority_routes
         ]
 
 
-def built_candidates(node: Included) -> Sequence[Any]:
+def built_candidates(node: Any) -> Sequence[Any]:
     """Return the routes of an included router that FastAPI has built, none if it has not yet."""
     return getattr(node, "_effective_candidates", ())
 
@@ -452,9 +433,9 @@ def fill_low_priority(node: Any) -> None:
     getattr(node, "effective_low_priority_routes", list)()
 
 
-def keeps_candidates(node: Included) -> bool:
+def keeps_candidates(node: Any) -> bool:
     """Return whether all routes of an included router are among its `effective_candidates()`."""
-    low_priority: list[object] = getattr(node, "effective_low_priority_routes", list)()
+    low_priority: Any = getattr(node, "effective_low_priority_routes", list)()
     return not low_priority and hasattr(node, "_effective_candidates")
 
 
@@ -462,8 +443,7 @@ def base_app(mount: Mount) -> ASGIApp:
     """Return the mounted app, without the mount's middleware."""
     if not hasattr(mount, "_base_app"):
         raise unsupported("starlette", SUPPORTED_STARLETTE, ["starlette.routing:Mount._base_app"])
-    app: ASGIApp = mount._base_app
-    return app
+    return mount._base_app
 
 
 def is_original(func: object) -> bool:
@@ -479,16 +459,10 @@ def check_kind(route: BaseRoute) -> None:
     Its endpoints would be called without their instance.
     """
     kind = type(route)
-    if kind.__module__.startswith("fastapi.") and kind not in (*_known_kinds(),):
+    known = (fastapi.routing.APIRoute, fastapi.routing.APIWebSocketRoute, IncludedRouter)
+    if kind.__module__.startswith("fastapi.") and kind not in known:
         raise UnsupportedVersionError(
             f"FastAPI {fastapi.__version__} makes routes of a kind that ingress does not know, "
             f"{kind.__module__}.{kind.__name__}; install a supported version: "
             f'python -m pip install "fastapi{SUPPORTED}"'
         )
-
-
-def _known_kinds() -> Iterator[type]:
-    yield fastapi.routing.APIRoute
-    yield fastapi.routing.APIWebSocketRoute
-    if IncludedRouter is not None:
-        yield IncludedRouter

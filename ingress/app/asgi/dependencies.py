@@ -27,7 +27,7 @@ from typing import Any
 from fastapi.security.base import SecurityBase
 
 from ingress.app.asgi.compat import Dependant, get_dependant, read_dependants_by
-from ingress.app.asgi.methods import Methods, Target, kind_for_fastapi, plain
+from ingress.app.asgi.methods import Methods, Target, kind_for_fastapi, plain, without_partials
 from ingress.context import REPLICA
 from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Kind, name_of, override_of
@@ -39,8 +39,6 @@ class Lifted:
     It is equal to the original, because FastAPI's cache of a request compares by equality.
     """
 
-    is_planned = False
-
     def __init__(
         self, original: Callable[..., object], target: Target, owner: Dependencies
     ) -> None:
@@ -48,9 +46,8 @@ class Lifted:
         self.target = target
         self.owner = owner
         self.__signature__ = target.signature
-        self.__name__ = getattr(original, "__name__", type(original).__name__)
-        self.__qualname__ = getattr(original, "__qualname__", type(original).__qualname__)
-        self.__module__ = getattr(original, "__module__", type(original).__module__)
+        for name in ("__name__", "__qualname__", "__module__"):
+            setattr(self, name, getattr(original, name, getattr(type(original), name)))
 
     def __eq__(self, other: object) -> bool:
         other = original_of(other)
@@ -66,9 +63,7 @@ class Lifted:
 class Planned(Lifted):
     """A function, run by the current replica's plan."""
 
-    is_planned = True
-
-    async def __call__(self, /, **values: object) -> object:
+    async def __call__(self, /, **values: object) -> Any:
         return await REPLICA.get().plans[self.target].run(**values)
 
 
@@ -80,17 +75,13 @@ class BoundGenerator(Lifted):
     """
 
     def __call__(self, /, **values: object) -> Generator[object, None, None]:
-        bound = self.target.bound_to(REPLICA.get().servable_object)
-        with contextmanager(bound)(**values) as value:
-            yield value
+        yield from self.target.bound_to(REPLICA.get().servable_object)(**values)
 
 
-class PlannedGenerator(Lifted):
+class PlannedGenerator(Planned):
     """A `def` with `yield` and `@serve.method`: both halves run where `@serve.method` says."""
 
-    is_planned = True
-
-    async def __call__(self, /, **values: object) -> AsyncGenerator[object, None]:
+    async def __call__(self, /, **values: object) -> AsyncGenerator[object, None]:  # type: ignore[override]
         plan = REPLICA.get().plans[self.target]
         manager = contextmanager(plan.func)(**values)
         value = await plan.run_part(manager.__enter__)
@@ -109,8 +100,8 @@ class BoundAsyncGenerator(Lifted):
     """As `BoundGenerator`, for `async def`."""
 
     async def __call__(self, /, **values: object) -> AsyncGenerator[object, None]:
-        bound = self.target.bound_to(REPLICA.get().servable_object)
-        async with asynccontextmanager(bound)(**values) as value:
+        bound = asynccontextmanager(self.target.bound_to(REPLICA.get().servable_object))
+        async with bound(**values) as value:
             yield value
 
 
@@ -146,14 +137,11 @@ class Dependencies:
         call = plain(call)
         target = self.methods.target(call)
         kind = kind_for_fastapi(target.func)
-        made: type[Lifted] = Planned
         if kind is Kind.GENERATOR and override_of(target.func) is not None:
-            made = PlannedGenerator
-        elif kind is not Kind.FUNCTION and target.func is call and not self.methods.owns(call):
+            return PlannedGenerator(call, target, self)
+        if kind is not Kind.FUNCTION and target.func is call and not self.methods.owns(call):
             return call
-        elif kind in _GENERATORS:
-            made = _GENERATORS[kind]
-        return made(call, target, self)
+        return _GENERATORS.get(kind, Planned)(call, target, self)
 
     def overrides(self, provider: Any) -> Any:
         """Return a provider that shows FastAPI the overrides of a provider of the user's."""
@@ -165,15 +153,14 @@ class Dependencies:
         """Raise `TypeError` or `RuntimeError` for overrides that cannot be served."""
         for each in self._providers.values():
             users = getattr(each.users, "dependency_overrides", None)
-            if isinstance(users, Mapping):
-                for call in list(users):
-                    _Replacements(self, users).find(call)
+            for call in list(users) if isinstance(users, Mapping) else ():
+                each.find(call)
 
 
 class Overrides:
-    """A provider of dependency overrides, whose values are replaced. FastAPI reads it at each node.
+    """A provider of dependency overrides, and those overrides, with their values replaced.
 
-    `users` is the user's provider.
+    `users` is the user's provider. FastAPI looks one dependency up at each node.
     """
 
     __slots__ = ("_owner", "users")
@@ -185,17 +172,7 @@ class Overrides:
     @property
     def dependency_overrides(self) -> Any:
         users = self.users.dependency_overrides
-        return _Replacements(self._owner, users) if users else users
-
-
-class _Replacements:
-    """The user's overrides at one node: FastAPI looks one dependency up in them."""
-
-    __slots__ = ("_owner", "users")
-
-    def __init__(self, owner: Dependencies, users: Any) -> None:
-        self._owner = owner
-        self.users = users
+        return self if users else users
 
     def get(self, call: Any, default: Any) -> Any:
         """Return the replacement that FastAPI analyses next, with replacements below it."""
@@ -209,7 +186,7 @@ class _Replacements:
         Raises `RuntimeError` for an override that depends on the overridden dependency.
         """
         original = original_of(call)
-        override = self.users.get(original, original)
+        override = self.users.dependency_overrides.get(original, original)
         if override is original:
             return self._owner.replaced(call)
         if not callable(override):
@@ -223,7 +200,7 @@ class _Replacements:
     def _follow(self, made: Any, original: Any, override: Any, seen: set[int]) -> None:
         for node in nodes_of(get_dependant(path="", call=made)):
             each = original_of(node.call)
-            next_one = self.users.get(each, each)
+            next_one = self.users.dependency_overrides.get(each, each)
             if next_one is override and each is not override:
                 raise RuntimeError(
                     f"dependency_overrides[{name_of(original)}] is {name_of(override)}, which "
@@ -247,7 +224,7 @@ def nodes_of(dependant: Dependant) -> Iterator[Dependant]:
         yield each
 
 
-def take_changes(was: Dependant, made: Dependant) -> None:
+def take_changes(was: Any, made: Any) -> None:
     """Give the tree of a finished route the changes of user code; `made` has its replacements.
 
     A node of `was` has its twin in `made`, or is analysed now. The names of the class are known in
@@ -258,8 +235,7 @@ def take_changes(was: Dependant, made: Dependant) -> None:
     twins, nodes = list(made.dependencies), []
     for each in was.dependencies:
         if (node := next((twin for twin in twins if _is_twin(twin, each, was)), None)) is None:
-            given = {name: getattr(each, name) for name in _GIVEN}
-            node = _read(call=each.call, path=was.path or "", **given)
+            node = _read(call=each.call, **_given(each, was.path))
         else:
             twins = [twin for twin in twins if twin is not node]
         if original_of(node.call) is original_of(each.call):
@@ -274,24 +250,27 @@ def take_changes(was: Dependant, made: Dependant) -> None:
         elif each.name in theirs:
             more.append(each)
     made.dependencies[:] = [x for each in nodes for x in (*ahead.get(_key(each), ()), each)] + more
-    ours = _parameters(made) | {each.name for each in made.dependencies}
+    hidden = signature_of(was.call).parameters.keys() - signature_of(made.call).parameters.keys()
+    ours = _parameters(made) | {each.name for each in made.dependencies} | hidden  # the instance
     for kind in _KINDS:
         fields: list[Any] = getattr(made, kind)
         added = [each for each in getattr(was, kind) if each.name not in ours]
-        fields[:] = [each for each in fields if each.name in theirs]
-        fields += [each for each in added if not _is_instance(each.name, was.call, made.call)]
+        fields[:] = [each for each in fields if each.name in theirs] + added
 
 
 def _is_twin(twin: Dependant, node: Dependant, parent: Dependant) -> bool:
     """Return whether `twin` is the replacement of `node`, or what the class has by its name."""
     if twin.name != node.name or original_of(twin.call) is original_of(node.call):
         return twin.name == node.name
-    given = {name: getattr(parent, name) for name in _GIVEN}
-    read_again = get_dependant(path=parent.path or "", call=original_of(parent.call), **given)
+    read_again = get_dependant(call=original_of(parent.call), **_given(parent, parent.path))
     return any(
         each.name == node.name and original_of(each.call) is node.call
         for each in read_again.dependencies
     )
+
+
+def _given(node: Dependant, path: str | None) -> dict[str, Any]:
+    return {"path": path or "", **{name: getattr(node, name) for name in _GIVEN}}
 
 
 def _key(node: Dependant) -> str | int:
@@ -304,13 +283,6 @@ def _parameters(dependant: Dependant) -> set[str | None]:
     return {*fields, *(getattr(dependant, name) for name in _FILLED_IN)} - {None}
 
 
-def _is_instance(name: str, original: Any, call: Any) -> bool:
-    """Return whether a parameter is that of the instance, which the replacement does not have."""
-    target = getattr(call, "target", None) or getattr(call, "__ingress_target__", None)
-    first = next(iter(signature_of(original).parameters))
-    return target is not None and name == first and first not in target.signature.parameters
-
-
 def nodes_of_route(route: Any, *, with_endpoint: bool = False) -> Iterator[Dependant]:
     """Yield the dependencies of a route as served, none if it is not FastAPI's."""
     dependant = getattr(route, "dependant", None)
@@ -321,25 +293,21 @@ def nodes_of_route(route: Any, *, with_endpoint: bool = False) -> Iterator[Depen
 
 
 def functions_of(dependant: Dependant) -> Iterator[Callable[..., object]]:
-    """Yield the functions of the dependencies, as they run, in the order of their calls."""
-    for each in nodes_of(dependant):
-        call: Any = each.call
-        yield call.target.func if isinstance(call, Lifted) else call
+    """Return the functions of the dependencies, as they run, in the order of their calls."""
+    calls: Iterator[Any] = (each.call for each in nodes_of(dependant))
+    return (call.target.func if isinstance(call, Lifted) else call for call in calls)
 
 
 def _is_security(call: Any) -> bool:
     """Return whether FastAPI takes `call` for a security scheme, which the schema names."""
-    while isinstance(call, partial):
-        call = call.func
-    return isinstance(inspect.unwrap(call), SecurityBase)
+    return isinstance(inspect.unwrap(without_partials(call)), SecurityBase)
 
 
 def _read(*, call: Any, **given: Any) -> Dependant:
     """Return FastAPI's analysis of a callable, or of its replacement."""
-    if (reading := _NEXT.get(None)) is not None:
-        _NEXT.set(None)
-    else:
-        reading = call.owner if isinstance(call, Lifted) else _READING.get(None)
+    owner = call.owner if isinstance(call, Lifted) else _READING.get(None)
+    reading = _NEXT.get(None) or owner
+    _NEXT.set(None)
     if reading is not None:
         with reading.reading():
             return get_dependant(call=reading.replaced(call), **given)

@@ -26,12 +26,13 @@ from __future__ import annotations
 import builtins
 import inspect
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial, partialmethod
+from itertools import takewhile
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from fastapi import params
 from fastapi.security import SecurityScopes
@@ -78,27 +79,17 @@ class Target:
         if _looks_for_connection(self.descriptor):
             name = next(iter(signature_of(self.descriptor).parameters))
             return partial(self.func, **{name: instance})
-        bound: Callable[..., Any] = self.descriptor.__get__(instance, type(instance))
-        return bound
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """The class of a function. `is_written` is false for one that the class has as an alias."""
-
-    cls: type
-    is_written: bool
+        return cast(Callable[..., Any], self.descriptor.__get__(instance, type(instance)))
 
 
 class Methods:
     """The class of a deployment, as the owner of functions in an app."""
 
-    __slots__ = ("_classes", "_own", "cls")
+    __slots__ = ("_own", "cls")
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
-        self._classes = [base for base in cls.__mro__ if base is not object]
-        self._own = {base: list(_functions(base)) for base in self._classes}
+        self._own = {base: list(_functions(base)) for base in cls.__mro__ if base is not object}
 
     def owns(self, func: Any) -> bool:
         return self._owner(plain(func)) is not None
@@ -108,10 +99,6 @@ class Methods:
         func = plain(func)
         owner = self._owner(func)
         return owner is not None and _is_bound(func, owner)
-
-    def is_foreign(self, func: Any) -> bool:
-        """Return whether `func` is a method of another class, which this deployment cannot run."""
-        return not self.owns(func) and _asks_for_self(func)
 
     def target(self, func: Callable[..., object], *, is_endpoint: bool = False) -> Target:
         """Return the target of `func`.
@@ -124,17 +111,17 @@ class Methods:
         func = plain(func)
         owner = self._owner(func)
         if owner is None:
-            if _asks_for_self(func):
+            if asks_for_self(func):
                 raise TypeError(_told_of_self(func))
             return Target(func, _read(func))
-        descriptor = _descriptor(owner.cls, func)
+        descriptor = _descriptor(owner, func)
         bound = _is_bound(func, owner)
         if not bound and not isinstance(descriptor, staticmethod):
             _refuse_in_doubt(func, owner, is_endpoint=is_endpoint)
-            return Target(func, _read(func, owner.cls))
-        signature = _read(func, owner.cls, skip_first=bound)
+            return Target(func, _read(func, owner))
+        signature = _read(func, owner, skip_first=bound)
         name = getattr(func, "__name__", None)
-        for cls in self._classes[: self._classes.index(owner.cls)]:
+        for cls in takewhile(lambda cls: cls is not owner, self._own):
             if name in vars(cls):
                 return self._override(cls, func, signature, skip_first=bound)
         # A function that the class has as a `staticmethod` runs as it is.
@@ -147,7 +134,7 @@ class Methods:
         if owner is None:
             return
         is_bound = _is_bound(func, owner)
-        if not is_bound and not isinstance(_descriptor(owner.cls, func), staticmethod):
+        if not is_bound and not isinstance(_descriptor(owner, func), staticmethod):
             _refuse_in_doubt(func, owner, is_endpoint=True)
         for each in list(signature_of(func).parameters.values())[is_bound:]:
             if each.kind is inspect.Parameter.POSITIONAL_ONLY:
@@ -162,7 +149,7 @@ class Methods:
         override = vars(cls)[func.__name__]
         impl: Any = getattr(override, "__func__", override)
         is_static = isinstance(override, staticmethod)
-        is_like = callable(impl) and (is_static or _is_bound(impl, _Owner(cls, is_written=True)))
+        is_like = callable(impl) and (is_static or _is_bound(impl, cls))
         expected = list(signature_of(func).parameters)[skip_first:]
         if not is_like or list(signature_of(impl).parameters)[not is_static :] != expected:
             given = signature_of(impl) if callable(impl) else f" = {impl!r}"
@@ -182,7 +169,7 @@ class Methods:
             signature = signature.replace(parameters=by_name)
         return Target(impl, signature, None if is_static else override)
 
-    def _owner(self, func: object) -> _Owner | None:
+    def _owner(self, func: object) -> type | None:
         """Return the class of the deployment's MRO that a function belongs to.
 
         A function is written in the body that its code names. The class may have been renamed, or
@@ -198,12 +185,9 @@ class Methods:
             if (scope, module) == (cls.__qualname__, cls.__module__):
                 # Two classes that one function made have the same names, and the same code.
                 is_twin = inner not in own and inner.__code__ in [each.__code__ for each in own]
-                return None if is_twin else _Owner(cls, is_written=True)
-        for cls, own in self._own.items():
-            alias = _Owner(cls, is_written=False)
-            if scope and inner in own and _is_bound(func, alias):
-                return alias
-        return None
+                return None if is_twin else cls
+        aliases = (cls for cls, own in self._own.items() if inner in own and _is_bound(func, cls))
+        return next(aliases, None) if scope else None
 
 
 def plain(func: Any) -> Any:
@@ -216,36 +200,45 @@ def kind_for_fastapi(func: Callable[..., object]) -> Kind:
     outer = kind(func)
     if outer is not Kind.FUNCTION:
         return outer
-    while isinstance(func, partial):
-        func = func.func
+    func = without_partials(func)
     if not (inspect.isroutine(func) or inspect.isclass(func)):
         func = type(func).__call__
     return kind(inspect.unwrap(func))
 
 
+def without_partials(func: Any) -> Any:
+    """Return the callable inside of `partial`s."""
+    while isinstance(func, partial):
+        func = func.func
+    return func
+
+
 def refuse_self_from_client(func: Any, where: str) -> None:
     """Raise `TypeError` for a function for whose `self` FastAPI would ask the client."""
-    if _asks_for_self(func):
+    if asks_for_self(func):
         raise TypeError(f"{where}: {_told_of_self(func)}")
 
 
-def _asks_for_self(func: Any) -> bool:
-    first = _first(func)
-    look: Any = func
-    while isinstance(look, partial):
-        look = look.func
-    inner = _innermost(look) or _innermost(getattr(look, "__wrapped__", None))
-    scope = "" if inner is None else inner.__code__.co_qualname.rpartition(".")[0]
-    is_method = bool(scope) and not scope.endswith("<locals>")
-    names = set(_INSTANCE if is_method else _INSTANCE[:1])
-    if is_method and (owner := _class_named(inner, scope)) is not None:
-        names = _instance_names(owner)
+def asks_for_self(func: Any) -> bool:
+    """Return whether FastAPI would ask the client for the instance that a function takes."""
+    first, called = _first(func), without_partials(func)
+    inner = _innermost(called) or _innermost(getattr(called, "__wrapped__", None))
+    names = _INSTANCE[:1] if inner is None else _names_of_instance(inner)
     return first is not None and first.name in names and not _is_given(first, inner)
 
 
-def _class_named(func: FunctionType | None, scope: str) -> type | None:
+def _names_of_instance(func: FunctionType) -> Collection[str]:
+    """Return the names that the instance may have in a function; its class may be unknown."""
+    scope = func.__code__.co_qualname.rpartition(".")[0]
+    if not scope or scope.endswith("<locals>"):
+        return _INSTANCE[:1]
+    owner = _class_named(func, scope)
+    return _INSTANCE if owner is None else _instance_names(owner)
+
+
+def _class_named(func: FunctionType, scope: str) -> type | None:
     """Return the class in whose body a function was written, if its module still has it."""
-    found: Any = None if func is None else func.__globals__
+    found: Any = func.__globals__
     try:
         for name in scope.split("."):
             found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
@@ -255,15 +248,15 @@ def _class_named(func: FunctionType | None, scope: str) -> type | None:
         return None
 
 
-def _is_bound(func: Any, owner: _Owner) -> bool:
-    descriptor = _descriptor(owner.cls, func)
+def _is_bound(func: Any, owner: type) -> bool:
+    descriptor = _descriptor(owner, func)
     if isinstance(descriptor, (staticmethod, classmethod)):
         return isinstance(descriptor, classmethod)
     first = _first(func)
     return (
         first is not None
-        and first.name in _instance_names(owner.cls)
-        and not _is_given(first, _innermost(func), owner.cls)
+        and first.name in _instance_names(owner)
+        and not _is_given(first, _innermost(func), owner)
     )
 
 
@@ -294,10 +287,8 @@ def _is_given(
     except Exception:
         return False
     annotation = getattr(annotation, "__value__", annotation)  # of a `type` statement
-    metadata = getattr(annotation, "__metadata__", ())
-    return any(isinstance(each, (FieldInfo, params.Depends)) for each in metadata) or (
-        isinstance(annotation, type) and issubclass(annotation, _FILLED_IN)
-    )
+    is_filled_in = isinstance(annotation, type) and issubclass(annotation, _FILLED_IN)
+    return is_filled_in or _has_marker(first.replace(annotation=annotation))
 
 
 def _has_marker(parameter: inspect.Parameter) -> bool:
@@ -380,8 +371,7 @@ def note_class(app: object, cls: type) -> None:
 
 def classes_of(app: object) -> list[type]:
     """Return the classes that serve the app or router."""
-    classes: list[type] = vars(app).get(_CLASSES, [])
-    return classes
+    return list(vars(app).get(_CLASSES, ()))
 
 
 # Signatures.
@@ -393,11 +383,8 @@ def _read(func: Any, owner: type | None = None, *, skip_first: bool = False) -> 
     Those of a function that was written in a class may name what the class has.
     """
     if owner is None:
-        parameters = list(get_typed_signature(func).parameters.values())
-        returned = signature_of(func).return_annotation
-        if returned is not _NOTHING:
-            returned = get_typed_return_annotation(func)
-        return inspect.Signature(parameters, return_annotation=returned)
+        returned = get_typed_return_annotation(func)
+        return get_typed_signature(func).replace(return_annotation=returned)
     signature, inner = signature_of(func), _innermost(func)
     parameters = []
     for each in list(signature.parameters.values())[skip_first:]:
@@ -446,24 +433,21 @@ def _names(func: FunctionType | None, owner: type | None) -> ChainMap[str, Any]:
     its bases.
     """
     module = {} if func is None else func.__globals__
-    own, so_far = {} if owner is None else dict(vars(owner)), {}
-    for name, value in own.items():
-        if func is not None and (value is func or name == func.__name__):
-            break
-        so_far[name] = value
-    if owner is not None:
-        so_far[owner.__name__] = owner
-        private = f"_{owner.__name__.lstrip('_')}__"  # its names begin with `__` in the source
-        hidden = [name for name in own if name.startswith(private)]
-        so_far |= {name[len(private) - 2 :]: own[name] for name in hidden}
-    bases: list[Any] = [] if owner is None else list(map(vars, owner.__mro__[1:]))
+    if owner is None:
+        return ChainMap(module, vars(builtins))
+    own, at = dict(vars(owner)), getattr(func, "__name__", None)
+    above = takewhile(lambda each: func is None or (own[each] is not func and each != at), own)
+    private = f"_{owner.__name__.lstrip('_')}__"  # its names begin with `__` in the source
+    hidden = {each[len(private) - 2 :]: own[each] for each in own if each.startswith(private)}
+    so_far = {**{each: own[each] for each in above}, owner.__name__: owner, **hidden}
+    bases: list[Any] = list(map(vars, owner.__mro__[1:]))
     return ChainMap(so_far, module, vars(builtins), own, *bases)
 
 
 # Refusals.
 
 
-def _refuse_in_doubt(func: Any, owner: _Owner, *, is_endpoint: bool) -> None:
+def _refuse_in_doubt(func: Any, owner: type, *, is_endpoint: bool) -> None:
     """Raise an error for a function of the body whose first parameter may be the instance."""
     first = _first(func)
     if is_endpoint:
@@ -472,9 +456,9 @@ def _refuse_in_doubt(func: Any, owner: _Owner, *, is_endpoint: bool) -> None:
             f"{_written_at(func)} has none: write `self` as its first parameter, or make it a "
             "@staticmethod."
         )
-    if first is not None and not _is_given(first, _innermost(func), owner.cls):
+    if first is not None and not _is_given(first, _innermost(func), owner):
         raise TypeError(
-            f"{_written_at(func)} is a dependency in the body of {owner.cls.__qualname__}, and its "
+            f"{_written_at(func)} is a dependency in the body of {owner.__qualname__}, and its "
             f"first parameter '{first.name}' may be the instance or a value of the request. Write "
             "`self` as its first parameter to get the instance, or make it a @staticmethod."
         )

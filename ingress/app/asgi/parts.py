@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from ingress.app.asgi.compat import Dependant, ServedRoute, base_app
 from ingress.app.asgi.compiled import CompiledRoute
-from ingress.app.asgi.dependencies import Lifted, nodes_of_route, original_of
+from ingress.app.asgi.dependencies import Lifted, Planned, nodes_of_route, original_of
 from ingress.app.asgi.methods import GENERATORS, kind_for_fastapi
 from ingress.app.asgi.routes import api_route, served_routes
 from ingress.core.execution.execution import Role, kind, name_of
@@ -114,7 +114,7 @@ class _Routes:
                 continue
             self._seen.add(key)
             func = call.target.func if is_lifted else call
-            is_planned = is_lifted and call.is_planned
+            is_planned = isinstance(call, Planned)
             if not is_planned and kind_for_fastapi(func) is not kind(func):
                 func = inspect.unwrap(func)  # FastAPI looks at the wrapped function
             role = Role.ENDPOINT if is_planned else Role.FRAMEWORK

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import Headers, QueryParams
 
 from ingress.app.asgi.compat import read_parameters_by
 from ingress.app.asgi.compat import request_params_to_args as read_parameters
 from ingress.context import REPLICA
-
-if TYPE_CHECKING:
-    from ingress.app.asgi.compat import ModelField
 
 Pair = tuple[bytes, bytes]
 
@@ -56,7 +53,7 @@ def as_received(headers: Headers) -> Headers:
 
 @wraps(read_parameters)
 def request_params_to_args(
-    fields: Sequence[ModelField],
+    fields: Sequence[Any],
     received_params: Mapping[str, object] | QueryParams | Headers,
     **options: Any,
 ) -> tuple[dict[str, object], list[object]]:

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.app.asgi.compat import (
     TELEMETRY,
-    IncludedRouter,
     get_route_path,
+    is_included,
     is_original,
     keeps_candidates,
     why_not_compiled,
@@ -179,8 +179,7 @@ def _leaves(routes: Sequence[Any]) -> Iterator[Any]:
 
 def _is_open(route: Any) -> bool:
     """Return whether the route is an included router whose routes are known."""
-    is_node = IncludedRouter is not None and isinstance(route, IncludedRouter)
-    return is_node and keeps_candidates(route)
+    return is_included(route) and keeps_candidates(route)
 
 
 def _is_plain(route: Any) -> bool:

@@ -16,10 +16,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter
-from types import MethodType
-from typing import Any, ForwardRef, TypeVar
+from functools import cache, update_wrapper
+from itertools import chain
+from typing import Any, ForwardRef
 
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
 from starlette.applications import Starlette
@@ -29,12 +28,9 @@ from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRo
 from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi.compat import (
-    CompilableRoute,
     Default,
-    Included,
     IncludedRouter,
     ServedRoute,
-    base_app,
     built_candidates,
     check_kind,
     effective_context,
@@ -42,6 +38,7 @@ from ingress.app.asgi.compat import (
     endpoint_contexts,
     fill_low_priority,
     get_typed_return_annotation,
+    is_included,
     iter_route_contexts,
     request_stack,
     take_frontends,
@@ -51,6 +48,7 @@ from ingress.app.asgi.compiled import CompiledRoute
 from ingress.app.asgi.dependencies import (
     Dependencies,
     Lifted,
+    Planned,
     nodes_of,
     nodes_of_route,
     original_of,
@@ -60,6 +58,7 @@ from ingress.app.asgi.methods import (
     GENERATORS,
     Methods,
     Target,
+    asks_for_self,
     kind_for_fastapi,
     refuse_self_from_client,
 )
@@ -70,9 +69,9 @@ from ingress.app.asgi.wrapped import (
     guard_mounted,
     is_alike,
     is_fastapis,
-    put_around,
     put_inside,
     rebased,
+    take_layers,
     take_methods,
 )
 from ingress.context import REPLICA
@@ -82,8 +81,6 @@ from ingress.core.calls.tracing import TRACING, trace_begin
 from ingress.core.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
 
 logger = logging.getLogger("ingress")
-
-R = TypeVar("R", bound=APIRoute | APIWebSocketRoute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +107,19 @@ class RouteTree:
         self.dependencies = Dependencies(methods)
         self._others = [Methods(cls) for cls in classes if cls is not methods.cls]
         self._routers: dict[int, Router] = {}
-        self._included: list[tuple[Any, Any]] = []
         self._clones: dict[int, object] = {}
         self.targets: list[Target] = []
 
     def clone(self, router: Router) -> Router:
         """Return the router with its endpoints wrapped and its dependencies lifted."""
-        warn_if_not_compiled(len(router.routes))
+        warn_if_not_compiled(has_routes=bool(router.routes))
         with self.dependencies.reading():
             cloned = self._router(router)
-            for was, node in self._included:
-                self._keep_included(was, node)
-                fill_low_priority(node)
             # This also fills FastAPI's caches of the included routes. Filled later, they would have
             # the user's callables.
             for served in served_routes(cloned.routes):
-                for call in map(attrgetter("call"), nodes_of_route(served)):
-                    if isinstance(call, Lifted) and call.is_planned:
-                        self.targets.append(call.target)
+                calls = [node.call for node in nodes_of_route(served)]
+                self.targets += [call.target for call in calls if isinstance(call, Planned)]
                 route = api_route(served)
                 if route is not None and getattr(route, "app", None) is not None:
                     with suppress(Unfit):
@@ -143,7 +135,7 @@ class RouteTree:
             if isinstance(known, APIRouter):
                 provider = known.dependency_overrides_provider
                 known.dependency_overrides_provider = self.dependencies.overrides(provider)
-                take_frontends(router, known, self._frontend)
+                take_frontends(router, known, self.dependencies.overrides)
             routes = (self._route(route, router) for route in router.routes)
             known.routes = [route for route in routes if route is not None]
             known.middleware_stack = rebased(router.middleware_stack, router.app, known.app)
@@ -151,21 +143,19 @@ class RouteTree:
         return known
 
     def _route(self, route: BaseRoute, router: Router) -> BaseRoute | None:
-        if IncludedRouter is not None and isinstance(route, IncludedRouter):
-            inner = self._router(route.original_router)
-            given = route.include_context
+        if is_included(route):
+            inner, given = self._router(route.original_router), route.include_context
             provider = self.dependencies.overrides(given.dependency_overrides_provider)
             context = dataclasses.replace(
                 given, included_router=inner, dependency_overrides_provider=provider
             )
             node: BaseRoute = IncludedRouter(original_router=inner, include_context=context)
-            self._included.append((route, node))
+            self._keep_included(route, node)
+            fill_low_priority(node)
             return node
         if isinstance(route, (Mount, Host)):
-            guard_mounted(route)
             mount = copy.copy(route)
-            if isinstance(route, Mount):
-                mount.app = rebased(route.app, base_app(route), base_app(route))
+            guard_mounted(mount)
             return mount
         if not isinstance(route, (APIRoute, APIWebSocketRoute)):
             return self._around_routes(route, router)
@@ -175,23 +165,16 @@ class RouteTree:
         self.endpoints.add(id(route.endpoint))
         target = self.methods.target(route.endpoint, is_endpoint=True)
         self.targets.append(target)
-        is_api = isinstance(route, APIRoute)
         # For a WebSocket the router, not the route, keeps the provider of dependency overrides.
-        keeper = route if is_api else router
+        keeper = route if isinstance(route, APIRoute) else router
         provider = getattr(keeper, "dependency_overrides_provider", None)
-        streams = _streams(route, target.func) if isinstance(route, APIRoute) else None
-        endpoint = wrapper(route.endpoint, target, streams)
-        given = self.dependencies.overrides(provider)
-        clone = rebuilt(route, endpoint, dependency_overrides_provider=given)
+        clone: BaseRoute = rebuilt(
+            route,
+            wrapper(route.endpoint, target, _streams(route, target.func)),
+            dependency_overrides_provider=self.dependencies.overrides(provider),
+        )
         self._keep_changes(route, clone)
         self._clones[id(route)] = clone
-        return clone
-
-    def _frontend(self, group: Any) -> Any:
-        clone, make = copy.copy(group), type(group).__init__
-        provider = self.dependencies.overrides(group.dependency_overrides_provider)
-        make(clone, dependencies=group.dependencies, dependency_overrides_provider=provider)
-        clone.routes = group.routes
         return clone
 
     def _around_routes(self, route: BaseRoute, router: Router) -> BaseRoute | None:
@@ -199,55 +182,41 @@ class RouteTree:
 
         `None` if one of these is of another class.
         """
-        has_foreign = False
+        inner: list[BaseRoute | None] = []
 
         def swap(value: Any) -> Any:
-            nonlocal has_foreign
             if not issubclass(type(value), BaseRoute) or value is route:
                 return None
-            clone = self._route(value, router)
-            has_foreign = has_foreign or clone is None
-            return clone
+            inner.append(self._route(value, router))
+            return inner[-1]
 
         around: BaseRoute = put_inside(route, swap)
-        return None if has_foreign else around
+        return None if any(each is None for each in inner) else around
 
     def _is_foreign(self, endpoint: Callable[..., object]) -> bool:
         """Return whether only another class can run an endpoint."""
-        if self.methods.owns(endpoint):
-            return False
         is_theirs = any(other.takes_self(endpoint) for other in self._others)
-        return is_theirs or self.methods.is_foreign(endpoint)
+        return not self.methods.owns(endpoint) and (is_theirs or asks_for_self(endpoint))
 
     def _keep_changes(self, route: Any, clone: Any) -> None:
         """Put the layers that user code has put around the app of a route around the clone's.
 
         Raises `TypeError` if the replica's instance would not reach an endpoint in such a layer.
         """
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, MethodType) and value.__self__ is route:
-                return MethodType(value.__func__, clone)
-            if is_fastapis(value, route.dependant) or is_alike(value, made):
-                return made
-            return None
-
         made = getattr(clone, "app", None)  # FastAPI 0.137 keeps none of an included route
-        changed = {
-            name: value
-            for name, value in vars(route).items()
-            if name == "app" or (callable(value) and name in _METHODS)
-        }
-        for name, value in changed.items():
-            kept = put_around(value, swap)
-            if kept is None and self._is_bound(clone):
-                raise TypeError(
-                    f"`{name}` of the route '{route.path}' of {name_of(route.endpoint)} was "
-                    "replaced, and no replica finds FastAPI's own in it, so it would run without "
-                    "its instance. Use app.add_middleware(...), Depends(...), a route class, or a "
-                    "layer that keeps what it wraps as `self.app` or in its closure."
-                )
-            vars(clone)[name] = value if kept is None else kept
+        hidden = take_layers(
+            route,
+            clone,
+            [name for name in _LAYERED if callable(vars(route).get(name))],
+            lambda each: is_fastapis(each, route.dependant) or is_alike(each, made),
+        )
+        if hidden and _is_bound(clone):
+            raise TypeError(
+                f"`{hidden[0]}` of the route '{route.path}' of {name_of(route.endpoint)} was "
+                "replaced, and no replica finds FastAPI's own in it, so it would run without "
+                "its instance. Use app.add_middleware(...), Depends(...), a route class, or a "
+                "layer that keeps what it wraps as `self.app` or in its closure."
+            )
         call: Any = route.dependant.call
         # Integrations wrap the call when a route is made: then the clone's is wrapped as well.
         if call is not route.endpoint and clone.dependant.call is clone.endpoint:
@@ -264,26 +233,24 @@ class RouteTree:
         """
         built = built_candidates(was)
         made = node.effective_candidates() if built else ()
-        inner = (each for each in made if isinstance(each, IncludedRouter))
+        inner = filter(is_included, made)
         clones = {id(each.original_route): each for each in made if hasattr(each, "original_route")}
         for each in built:
-            if isinstance(each, IncludedRouter):
+            if is_included(each):
                 self._keep_included(each, next(inner))
-                continue
-            clone = clones.get(id(self._clones.get(id(each.original_route))))
-            if clone is not None:
-                old, new = each.starlette_route or each, clone.starlette_route or clone
-                self._keep_changes(old, new)
-
-    def _is_bound(self, clone: Any) -> bool:
-        """Return whether a route needs the instance."""
-        calls: list[Any] = [node.call for node in nodes_of(clone.dependant)]
-        targets = [each.target for each in calls if isinstance(each, Lifted)]
-        targets.append(clone.endpoint.__ingress_target__)
-        return any(target.descriptor is not None for target in targets)
+            elif clone := clones.get(id(self._clones.get(id(each.original_route)))):
+                self._keep_changes(each.starlette_route or each, clone.starlette_route or clone)
 
 
-_METHODS = ("handle", "matches", "get_route_handler", "__call__")
+_LAYERED = ("app", "handle", "matches", "get_route_handler", "__call__")
+
+
+def _is_bound(clone: Any) -> bool:
+    """Return whether a route needs the instance."""
+    calls: list[Any] = [node.call for node in nodes_of(clone.dependant)]
+    targets = [each.target for each in calls if isinstance(each, Lifted)]
+    targets.append(clone.endpoint.__ingress_target__)
+    return any(each.descriptor is not None for each in targets)
 
 
 def wrapper(original: Callable[..., object], target: Target, streams: Kind | None) -> Any:
@@ -321,44 +288,39 @@ def wrapper(original: Callable[..., object], target: Target, streams: Kind | Non
                 take_over_stream(result, plan.pool)
             return result
 
-    endpoint.__dict__.update(getattr(original, "__dict__", {}))  # marks of libraries
-    for name in ("__wrapped__", "__signature__"):
-        endpoint.__dict__.pop(name, None)
-    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
-        setattr(endpoint, name, getattr(original, name, getattr(endpoint, name)))
-    marked: Any = endpoint
+    # With the marks of libraries.
+    marked: Any = update_wrapper(endpoint, original, _COPIED)
+    del marked.__wrapped__
     marked.__ingress_target__ = target
     marked.__signature__ = target.signature
     _point_errors_at(endpoint, original)
     return endpoint
 
 
-def rebuilt(route: R, endpoint: Callable[..., object], **given: Any) -> R:
+_COPIED = ("__module__", "__name__", "__qualname__", "__doc__")
+
+
+def rebuilt(route: Any, endpoint: Callable[..., object], **given: Any) -> Any:
     """Return a route of the same class and configuration with another endpoint.
 
     A route keeps each parameter of its constructor in an attribute of the same name.
     """
-    base = APIRoute if isinstance(route, APIRoute) else APIWebSocketRoute
-    configured = vars(route)
-    options = {name: configured[name] for name in _options(base) if name in configured} | given
-    if isinstance(route, APIRoute):
-        unique_id = route.unique_id
+    base: Any = APIRoute if isinstance(route, APIRoute) else APIWebSocketRoute
+    names = inspect.signature(base).parameters.keys() & vars(route).keys() - {"path", "endpoint"}
+    options = {name: vars(route)[name] for name in names} | given
+    if base is APIRoute:
         # The id names the models of body and response in the schema. It is kept from the declared
         # route; made again it could differ, because a set of methods has no order.
-        options |= {"operation_id": None, "generate_unique_id_function": lambda _: unique_id}
+        options |= {"operation_id": None, "generate_unique_id_function": lambda _: route.unique_id}
         # FastAPI finds the type of the items again, but only without a response model.
-        if configured.get("stream_item_type") is not None or _is_inferred(route):
+        if getattr(route, "stream_item_type", None) is not None or _is_inferred(route):
             options["response_model"] = Default(None)
     clone = copy.copy(route)
     if kind(endpoint) in GENERATORS:
-        cls: Any = type(route)
-        clone.__class__ = _closing(cls)
+        clone.__class__ = _closing(route.__class__)
     # Not the constructor of a user's class: its changes are in the attributes already.
-    make: Any = base.__init__
-    make(clone, route.path, endpoint, **options)
-    for name in _AS_CONFIGURED:
-        if name in configured:
-            setattr(clone, name, configured[name])
+    base.__init__(clone, route.path, endpoint, **options)
+    vars(clone).update({name: vars(route)[name] for name in _AS_CONFIGURED if name in vars(route)})
     return clone
 
 
@@ -370,24 +332,16 @@ _AS_CONFIGURED = (
 
 def _is_inferred(route: APIRoute) -> bool:
     """Return whether FastAPI took the response model from an annotation that it reads anew."""
-    annotation = signature_of(route.endpoint).return_annotation
-    if not isinstance(annotation, str):
-        return False
-    model = route.response_model
-    return isinstance(model, ForwardRef) or bool(
-        model == get_typed_return_annotation(route.endpoint)
+    model, annotation = route.response_model, signature_of(route.endpoint).return_annotation
+    return isinstance(annotation, str) and (
+        isinstance(model, ForwardRef) or model == get_typed_return_annotation(route.endpoint)
     )
 
 
-def routers(router: Router, known: dict[int, Router] | None = None) -> list[Router]:
+def routers(router: Router) -> list[Router]:
     """Return a router and those that it includes, each once."""
-    found = {} if known is None else known
-    if id(router) not in found:
-        found[id(router)] = router
-        for route in list(router.routes):
-            if IncludedRouter is not None and isinstance(route, IncludedRouter):
-                included: Included = route
-                routers(included.original_router, found)
+    included = [route.original_router for route in list(router.routes) if is_included(route)]
+    found = {id(each): each for each in chain([router], *map(routers, included))}
     return list(found.values())
 
 
@@ -398,7 +352,7 @@ def served_routes(routes: Sequence[BaseRoute]) -> Iterator[ServedRoute]:
         yield getattr(served, "starlette_route", None) or served
 
 
-def api_route(served: ServedRoute) -> CompilableRoute | None:
+def api_route(served: ServedRoute) -> Any:
     """Return the object whose `app` answers an `APIRoute`; `None` for another kind of route.
 
     FastAPI keeps the app of an included route apart from the route.
@@ -411,20 +365,10 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
     """Yield the routes of a clone, without FastAPI's documentation routes."""
     for served in served_routes(routes):
         endpoint = getattr(served, "endpoint", None)
-        if endpoint is None or getattr(endpoint, "__module__", None) == "fastapi.applications":
-            continue
-        yield RouteInfo(
-            served.path,
-            isinstance(getattr(served, "original_route", served), WebSocketRoute),
-            function_of(endpoint),
-        )
-
-
-def function_of(endpoint: Any) -> Callable[..., object]:
-    """Return the user's function that an endpoint runs."""
-    target: Target | None = getattr(endpoint, "__ingress_target__", None)
-    func: Callable[..., object] = endpoint if target is None else target.func
-    return func
+        if endpoint is not None and getattr(endpoint, "__module__", "") != "fastapi.applications":
+            is_websocket = isinstance(getattr(served, "original_route", served), WebSocketRoute)
+            target: Target | None = getattr(endpoint, "__ingress_target__", None)
+            yield RouteInfo(served.path, is_websocket, target.func if target else endpoint)
 
 
 def check_added(route: BaseRoute) -> None:
@@ -460,9 +404,8 @@ def check_routes(app: Router | Starlette, methods: Methods, *, mounted_at: str =
             check_routes(inner, methods, mounted_at=mounted_at or "router.default")
     for route in app.routes:
         check_kind(route)
-        if IncludedRouter is not None and isinstance(route, IncludedRouter):
-            included: Included = route
-            check_routes(included.original_router, methods, mounted_at=mounted_at)
+        if is_included(route):
+            check_routes(route.original_router, methods, mounted_at=mounted_at)
         elif not isinstance(route, (Route, WebSocketRoute)):
             where = mounted_at + getattr(route, "path", getattr(route, "host", ""))
             for inner in found_inside(route, _APPS):
@@ -494,22 +437,19 @@ _APPS = (Starlette, Router)
 
 
 def _check_owned(route: Any, methods: Methods, mounted_at: str) -> None:
-    name = name_of(route.endpoint)
-    if not methods.owns(route.endpoint):
-        pass
-    elif mounted_at:
+    name, is_owned = name_of(route.endpoint), methods.owns(route.endpoint)
+    if is_owned and mounted_at:
         raise TypeError(
             f"{name} is a route of an app mounted at '{mounted_at}', which is never bound "
             f"to {methods.cls.__qualname__}. Declare it on an APIRouter and include that: "
             f"app.include_router(router, prefix='{mounted_at}')."
         )
-    elif not isinstance(route, (APIRoute, APIWebSocketRoute)):
+    if is_owned and not isinstance(route, (APIRoute, APIWebSocketRoute)):
         raise TypeError(
             f"{name} was added with Starlette's `add_route`, which calls it with the "
             "request and without `self`. Use @app.get, @app.api_route or @app.websocket."
         )
-    else:
-        methods.check(route.endpoint)
+    methods.check(route.endpoint)
     for node in nodes_of_route(route) if mounted_at else ():
         where = f"a route of the app mounted at '{mounted_at}'"
         if methods.takes_self(node.call):
@@ -521,9 +461,10 @@ def _check_owned(route: Any, methods: Methods, mounted_at: str) -> None:
         refuse_self_from_client(node.call, where)
 
 
-def _streams(route: APIRoute, func: Callable[..., object]) -> Kind | None:
+def _streams(route: Any, func: Callable[..., object]) -> Kind | None:
     """Return the kind of generator that FastAPI is to see, `None` for an ordinary endpoint."""
-    # A FastAPI without streaming endpoints takes the generator for an ordinary result.
+    # A FastAPI without streaming endpoints takes the generator for an ordinary result, as do all
+    # for a WebSocket.
     if not hasattr(route, "is_json_stream") or kind_for_fastapi(func) not in GENERATORS:
         return None
     # FastAPI iterates server-sent events before there is a response with an iterator.
@@ -573,19 +514,13 @@ async def _close(streams: Sequence[object]) -> None:
             await stream.aclose()
 
 
-def _options(base: type) -> list[str]:
-    parameters = inspect.signature(base).parameters
-    return [name for name in parameters if name not in ("path", "endpoint")]
-
-
 def _point_errors_at(endpoint: Callable[..., object], original: Callable[..., object]) -> None:
     """Make FastAPI's validation errors name the user's file and line, not the wrapper's.
 
     FastAPI caches the context of an endpoint by its `id`, even after the endpoint is gone. So the
     entry under the original's `id` may belong to another function, and is dropped.
     """
-    known = endpoint_contexts
-    if known is not None and endpoint_context is not None:
-        known.pop(id(original), None)
-        known[id(endpoint)] = dict(endpoint_context(original))
-        weakref.finalize(endpoint, known.pop, id(endpoint), None).atexit = False
+    if endpoint_contexts is not None and endpoint_context is not None:
+        endpoint_contexts.pop(id(original), None)
+        endpoint_contexts[id(endpoint)] = dict(endpoint_context(original))
+        weakref.finalize(endpoint, endpoint_contexts.pop, id(endpoint), None).atexit = False

@@ -394,8 +394,8 @@ def _take_response(shared: Shared) -> Any:
 
 
 def _cache_key(dependant: Dependant) -> Any:
-    make = get_cache_key
-    return make(dependant=dependant) if make is not None else dependant.cache_key  # type: ignore[attr-defined]
+    known: Any = dependant
+    return known.cache_key if get_cache_key is None else get_cache_key(dependant=dependant)
 
 
 # Parameters.
@@ -409,11 +409,10 @@ def _is_one_value(field: Any) -> bool:
 def _value(field: Any) -> _Value:
     info = field.field_info
     key = field.validation_alias or field.alias
-    default = _NO_CONSTANT
     # An older FastAPI validates every default except `None`.
     constants = (NoneType,) if _validates_defaults() else JSON_SCALARS
-    if not info.is_required() and not info.validate_default and type(info.default) in constants:
-        default = info.default
+    is_constant = not info.validate_default and type(info.default) in constants
+    default = info.default if is_constant and not info.is_required() else _NO_CONSTANT
     return _Value(field.name, key, (info.in_.value, key), default, field)
 
 

@@ -26,7 +26,6 @@ from starlette.types import Message, Scope, Send
 from ingress.app.asgi.chunks import Chunks
 from ingress.app.asgi.compat import (
     STACKS,
-    CompilableRoute,
     get_dependant,
     normalize_non_finite_floats,
     ping_interval_s,
@@ -46,7 +45,7 @@ from ingress.context import REPLICA
 from ingress.core.execution.execution import ExecutionMode, ExecutionPlan, kind
 
 
-def is_stream(route: CompilableRoute) -> bool:
+def is_stream(route: Any) -> bool:
     """Return whether FastAPI streams the items of a route's endpoint as JSON lines or events."""
     return getattr(route, "is_sse_stream", False) or getattr(route, "is_json_stream", False)
 
@@ -57,7 +56,7 @@ async def values_for_stream(**values: object) -> dict[str, object]:
 
 
 def stream_renderer(
-    route: CompilableRoute, steps: Steps
+    route: Any, steps: Steps
 ) -> Callable[[Scope, dict[str, object], Shared | None], Awaitable[Response]]:
     """Return a function from an endpoint's arguments to its response, as FastAPI makes it."""
     target: Any = getattr(route.dependant.call, "__ingress_target__", None)
@@ -196,12 +195,12 @@ class _KeepAlive:
 # Bytes.
 
 
-def _line_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
+def _line_encoder(route: Any, steps: Steps) -> Encoder:
     to_json = _json_encoder(route, steps)
     return lambda scope, item: to_json(scope, item) + b"\n"
 
 
-def _event_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
+def _event_encoder(route: Any, steps: Steps) -> Encoder:
     to_json = _json_encoder(route, steps)
     event_class = routing.ServerSentEvent
     to_event: Callable[..., bytes] = routing.format_sse_event
@@ -220,7 +219,7 @@ def _event_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
     return encode
 
 
-def _json_encoder(route: CompilableRoute, steps: Steps) -> Encoder:
+def _json_encoder(route: Any, steps: Steps) -> Encoder:
     if route.stream_item_field:
         return field_encoder(route.stream_item_field, route, steps)
     return lambda scope, item: _to_json(item).encode()

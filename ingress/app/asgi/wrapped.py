@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -45,26 +45,40 @@ def take_methods(router: Router, clone: Router) -> None:
     Raises `TypeError` for a layer in which the method is not found.
     """
 
-    def swap(value: Any) -> Any:
-        is_own = isinstance(value, MethodType) and value.__self__ is router
-        return MethodType(value.__func__, clone) if is_own else None
-
     names = [name for name in vars(router) if hasattr(type(router), name)]
     if router.middleware_stack != router.app:
         names.append("middleware_stack")
-    for name in names:
-        layer = getattr(router, name)
-        if isinstance(layer, (FunctionType, MethodType, partial)):
-            kept = put_around(layer, swap)
-            if kept is None:
-                raise TypeError(
-                    f"`{name}` of {router!r} was replaced by {layer!r}, which hides the method of "
-                    "the router, so no replica can serve its own routes there. Use "
-                    "app.add_middleware(...), or keep the method in the layer's closure."
-                )
-            setattr(clone, name, kept)
+    kinds = (FunctionType, MethodType, partial)
+    layers = [name for name in names if isinstance(getattr(router, name), kinds)]
+    for name in take_layers(router, clone, layers):
+        raise TypeError(
+            f"`{name}` of {router!r} was replaced by {getattr(router, name)!r}, which hides the "
+            "method of the router, so no replica can serve its own routes there. Use "
+            "app.add_middleware(...), or keep the method in the layer's closure."
+        )
     if "app" in vars(router) and router.middleware_stack is router.app:
         clone.middleware_stack = clone.app
+
+
+def take_layers(
+    owner: Any, clone: Any, names: Iterable[str], is_app: Callable[[Any], bool] = lambda _: False
+) -> list[str]:
+    """Give a copy the layers that user code has put around methods of the owner and its app.
+
+    `names` are the attributes that have layers; `is_app` knows the app below them, for which the
+    copy's app is put in. Returns the names of those without such an app or method.
+    """
+    made = getattr(clone, "app", None)
+
+    def swap(value: Any) -> Any:
+        if type(value) is MethodType and value.__self__ is owner:
+            return MethodType(value.__func__, clone)
+        return made if is_app(value) else None
+
+    kept = {name: put_around(getattr(owner, name), swap) for name in names}
+    hidden = [name for name in kept if kept[name] is None]
+    vars(clone).update(kept, **{name: getattr(owner, name) for name in hidden})
+    return hidden
 
 
 def put_around(layer: Any, swap: Swap) -> Any:
@@ -100,6 +114,8 @@ def guard_mounted(mount: Any) -> None:
 
     In place: the replicas and the user's code share these apps.
     """
+    if isinstance(mount, Mount):
+        mount.app = rebased(mount.app, base_app(mount), base_app(mount))
     for app in found_inside(mount.app, (Starlette,)):
         own, router = vars(app), app.router
         if "build_middleware_stack" in own:  # also that of a user, who puts layers around
@@ -111,8 +127,6 @@ def guard_mounted(mount: Any) -> None:
         for route in router.routes:
             if isinstance(route, (Mount, Host)):
                 guard_mounted(route)
-            if isinstance(route, Mount):
-                route.app = rebased(route.app, base_app(route), base_app(route))
 
 
 def _build_guarded(app: Starlette) -> ASGIApp:
@@ -151,15 +165,14 @@ def _with_new_parts(layer: Any, swap: Swap, seen: dict[int, Any]) -> Any:
     parts = dict(_parts(layer))
     inner = {name: _copied(value, swap, seen) for name, value in parts.items()}
     inner = {name: value for name, value in inner.items() if value is not None}
-    kind = type(layer)
     if not inner:
         return layer
+    kind, values = type(layer), list((parts | inner).values())
     if kind in _CONTAINERS:
-        values = [inner.get(name, value) for name, value in parts.items()]
         return dict(zip(layer, values, strict=True)) if kind is dict else kind(values)
     if kind is partial:
-        args = [inner.get(str(index), value) for index, value in enumerate(layer.args)]
-        return partial(layer.func, *args, **{k: inner.get(k, v) for k, v in layer.keywords.items()})
+        args, named = values[: len(layer.args)], values[len(layer.args) :]
+        return partial(layer.func, *args, **dict(zip(layer.keywords, named, strict=True)))
     if kind is not FunctionType:
         made = copy.copy(layer)
         for name, value in inner.items():
@@ -199,19 +212,15 @@ def _parts(layer: Any) -> Iterator[tuple[str, Any]]:
 
 def is_fastapis(app: Any, dependant: object) -> bool:
     """Return whether FastAPI made an app for a dependant, and nothing has been put around it."""
-    if type(app) is partial:
-        is_own = getattr(app.func, "__module__", "").startswith(_LIBRARIES)
-        return is_own and any(is_fastapis(each, dependant) for each in app.args)
-    if type(app) is not FunctionType:
-        # Not a middleware of theirs that user code has put around it.
-        is_layer = type(app).__module__.startswith("fastapi._") and hasattr(app, "app")
-        return is_layer and is_fastapis(app.app, dependant)
-    if not app.__globals__.get("__name__", "").startswith(_LIBRARIES):
-        return False
-    inner = list(contents_of(app))
-    return any(each is dependant for each in inner) or any(
-        is_fastapis(each, dependant) for each in inner if isinstance(each, (FunctionType, partial))
-    )
+    if type(app) is FunctionType:
+        module, inner = app.__globals__.get("__name__", ""), contents_of(app)
+    elif type(app) is partial:
+        module, inner = getattr(app.func, "__module__", ""), iter(app.args)
+    else:  # not a middleware of theirs that user code has put around it
+        is_layer = type(app).__module__.startswith("fastapi._")
+        return is_layer and is_fastapis(getattr(app, "app", None), dependant)
+    is_theirs = module.startswith(_LIBRARIES)
+    return is_theirs and any(each is dependant or is_fastapis(each, dependant) for each in inner)
 
 
 def is_alike(one: Any, other: Any) -> bool:
