@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tempfile
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv"}
+
+# In each file, also one that cannot be parsed: names are ASCII here.
+_IMPORTED = re.compile(
+    r"^[ \t]*from[ \t]+(?!ray\b)[\w.]+[ \t]+import[ \t]*(\([^)]*\)|[^#\r\n;]*)", re.MULTILINE
+)
+_NAME = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,16 @@ def read(path: Path) -> Source:
     if text.encode(encoding) != data:
         raise ValueError(f"its bytes are not those that {encoding} gives; leave it to an editor")
     return Source(path, text, encoding)
+
+
+def shared_names(paths: Iterable[Path]) -> set[str]:
+    """Return the names that these files import from modules other than Ray's."""
+    found: set[str] = set()
+    for path in paths:
+        with suppress(OSError):
+            for names in _IMPORTED.findall(path.read_text("latin-1")):
+                found.update(_NAME.findall(names))
+    return found
 
 
 def found(paths: Iterable[Path]) -> Iterator[Path]:
