@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -320,6 +321,88 @@ def test_encoding_mode_and_last_line_are_kept(tmp_path: Path) -> None:
     assert path.read_bytes() == new.encode("latin-1")
     assert path.stat().st_mode & 0o777 == 0o750
     assert marked.read_bytes() == b"\xef\xbb\xbfimport ingress as serve\n"
+
+
+def test_a_file_is_written_in_place(tmp_path: Path) -> None:
+    path, other = tmp_path / "main.py", tmp_path / "other"
+    path.write_text("from ray import serve\n")
+    path.chmod(0o640)
+    other.hardlink_to(path)
+    before = path.stat()
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+        before = path.stat()
+    assert invoke(tmp_path, "migrate", "main.py", "--write").exit_code == 0
+    after = path.stat()
+
+    assert other.read_text() == "import ingress as serve\n"
+    for name in ("st_ino", "st_mode", "st_uid", "st_gid", "st_nlink"):
+        assert getattr(after, name) == getattr(before, name)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["main.py", "other"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix")
+def test_a_write_that_fails_loses_nothing(tmp_path: Path) -> None:
+    import resource
+
+    source = "import ray.serve\nray.get(1)\n" + "# more\n" * 1000  # longer afterwards
+    (tmp_path / "main.py").write_text(source)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(source), hard))
+    try:
+        result = invoke(tmp_path, "migrate", "main.py", "--write")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert "main.py:1: cannot be read or written: File too large" in result.output
+    assert (tmp_path / "main.py").read_text() == source
+    assert [each.name for each in tmp_path.iterdir()] == ["main.py"]
+
+
+def test_a_comment_never_becomes_the_encoding(tmp_path: Path) -> None:
+    source = "import ray\n# coding: latin-1\nimport ingress\n'é'\n"
+    (tmp_path / "main.py").write_text(source, "utf-8")
+    result = invoke(tmp_path, "migrate", "main.py", "--write")
+
+    assert "a comment would become its encoding" in result.output
+    assert (tmp_path / "main.py").read_text("utf-8") == source
+
+
+UNUSUAL = {
+    "cookie": b"# coding: latin-1\nimport ray\nx = '\xe9'",
+    "mark": b"\xef\xbb\xbfimport ray\r\nray.init()\r\n",
+    "newlines": b"import os, ray\rprint('a')\r\nprint('b')\n",
+    "without": b"\r\n\x0cx = 1\r",
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_a_file_without_ray_serve_is_not_touched(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "main.py"
+    path.write_bytes(UNUSUAL[case])
+    os.utime(path, ns=(1, 1))
+    result = invoke(tmp_path, "migrate", "main.py", "--write")
+
+    assert "no files changed" in result.output
+    assert path.read_bytes() == UNUSUAL[case]
+    assert path.stat().st_mtime_ns == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs Unix")
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "main.py")
+    result = invoke(tmp_path, "migrate", "main.py", "--write")
+
+    assert result.exit_code == 2
+    assert "'main.py' is no regular file; name a file or a folder" in result.output
+
+
+def test_a_notebook_says_that_it_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "main.ipynb").write_text('{"cells": ["from ray import serve"]}')
+    result = invoke(tmp_path, "migrate", "main.ipynb")
+
+    assert result.exit_code == 1
+    assert "main.ipynb:1: it is a notebook, which is not read; " in result.output
 
 
 def test_a_file_that_cannot_be_parsed_is_named_with_its_line_and_left(tmp_path: Path) -> None:

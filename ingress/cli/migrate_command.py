@@ -16,6 +16,8 @@ from ingress.cli.target import AsJSON, refusal
 from ingress.migrate import files
 from ingress.migrate.rewriting import Finding, rewritten
 
+_NOTEBOOK = "name a .py file that `jupyter nbconvert --to script` makes of it, and copy its changes"
+
 
 @dataclass(slots=True)
 class _Result:
@@ -55,6 +57,8 @@ def migrate(
     for each in paths:
         if not Path(each).exists():
             raise refusal(f"there is no file or folder {each!r}; check the spelling", code=2)
+        if not (Path(each).is_file() or Path(each).is_dir()):
+            raise refusal(f"{each!r} is no regular file; name a file or a folder", code=2)
     found = list(files.found(map(Path, paths)))
     shared = files.shared_names(found)
     results = [_migrated(path, shared, write=write) for path in found]
@@ -66,6 +70,8 @@ def migrate(
 
 def _migrated(path: Path, shared: Collection[str], *, write: bool) -> _Result:
     name = shown(path)
+    if path.suffix.lower() == ".ipynb":
+        return _Result(name, failure=f"it is a notebook, which is not read; {_NOTEBOOK}")
     try:
         source = files.read(path)
         new = rewritten(source.text, shared)
