@@ -346,13 +346,17 @@ def asking(timeout_s: object) -> str:
     return f"x-request-timeout-seconds: {timeout_s}\r\n"
 
 
-def end_a_replica(which: Callable[[Any], bool] = lambda replica: True) -> None:
-    """Remove a replica of the ingress as the control plane does, without draining it."""
+def end_a_replica(tag: str = "") -> None:
+    """Remove a replica of the ingress as the control plane does, without draining it.
+
+    `tag` is its `replica_tag`; by default the first one ends.
+    """
     engine = local_engine()
     deployment = engine.applications["default"].ingress
 
     async def end() -> None:
-        member = next(each for each in deployment.members if which(each.replica))
+        tags = [each.replica.context.replica_tag for each in deployment.members]
+        member = deployment.members[tags.index(tag) if tag else 0]
         deployment.desire(count=deployment.desired.count - 1)
         deployment.members.remove(member)
         deployment.router.remove(member.replica)

@@ -65,7 +65,7 @@ applications:
   import_path: app:hello
   route_prefix: /one
   runtime_env:
-    env_vars: {FROM_FILE: "x", INGRESS_FREEZE_GC: "0"}
+    env_vars: {FROM_FILE: "x${FROM_FILE}", INGRESS_FREEZE_GC: "0"}
     working_dir: elsewhere
     pip: [numpy]
   deployments:
@@ -266,6 +266,11 @@ CONFLICTS: dict[str, tuple[str, str, str]] = {
         "{env_vars: {A: '2'}}",
         "applications 'a' and 'b' set A to '1' and '2', and share one process",
     ),
+    "env_vars of one": (
+        "{env_vars: {A: '1', B: '${A}'}}",
+        "{env_vars: {B: '${A}'}}",
+        "applications 'a' and 'b' set B to '1' and '', and share one process",
+    ),
     "working_dir": (
         "{working_dir: elsewhere}",
         "{working_dir: .}",
@@ -357,12 +362,17 @@ def test_an_application_that_cannot_be_loaded_is_named_with_its_place(
 
 
 def test_a_file_serves_its_applications_with_its_options(folder: Path) -> None:
-    with process([*INGRESS, "run", "serve.yaml"], folder, environment(folder)) as server:
+    (folder / "variables").write_text("FROM_FILE=y\n")
+    # NumPy would have read the number of threads: the process starts again, and expands it again.
+    (folder / "numpy.py").touch()
+    (folder / "app.py").write_text(f"import numpy\n{APP}")
+    command = [*INGRESS, "run", "serve.yaml", "--env-file", "variables"]
+    with process(command, folder, environment(folder)) as server:
         server.wait_for("Ctrl-C to stop")
         with httpx.Client(base_url=server.url, trust_env=False) as client:
             where = str(folder / "elsewhere")
-            assert client.get("/one/").json() == [1, {"level": 1}, "x", where]
-            assert client.get("/two/").json() == [5, None, "x", where]
+            assert client.get("/one/").json() == [1, {"level": 1}, "xy", where]
+            assert client.get("/two/").json() == [5, None, "xy", where]
             assert client.get("/-/routes").json() == {"/one": "one", "/two": "two"}
             assert client.post("/one/", content=b"x" * 11).status_code == 413
     assert "serve.yaml: Without effect here, only on a cluster: runtime_env.pip" in server.output
@@ -402,6 +412,7 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
         *("config", "serve.yaml", "--show-origin", "--json", "--port", "9000"),
         INGRESS_MAX_HEADER_BYTES="4096",
         INGRESS_FREEZE_GC="1",
+        FROM_FILE="y",
     )
     assert result.returncode == 0, result.stderr
     found: dict[str, tuple[Any, str, str]] = {
@@ -419,6 +430,8 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
     assert found[f"{model}.max_ongoing_requests"] == (7, "code", "")
     assert found[f"{model}.max_queued_requests"] == (-1, "default", "")
     assert found["applications[1].deployments[0].num_replicas"] == (2, "code", "")
+    variable = found["applications[0].runtime_env.env_vars.FROM_FILE"]
+    assert variable == ("xy", "file", "serve.yaml:9:27")
     # As in Ray, the file's variables replace those of the environment.
     assert found["environment.INGRESS_FREEZE_GC"] == (0, "file", "env_vars INGRESS_FREEZE_GC")
 
@@ -428,7 +441,7 @@ def test_run_reads_what_build_writes_and_what_config_prints(folder: Path) -> Non
     assert built.returncode == 0, built.stderr
     file = ConfigFile.read(folder / "built.yaml")
 
-    assert "INGRESS_ENGINE" not in file.config.environment()  # it is for a cluster's workers
+    assert "INGRESS_ENGINE" not in file.environment()  # it is for a cluster's workers
     assert file.config.for_a_cluster() == []
     (folder / "again.yaml").write_text(run_ingress(folder, "config", "built.yaml").stdout)
     (one,) = ConfigFile.read(folder / "again.yaml").config.applications

@@ -99,6 +99,15 @@ def test_gpus_are_not_counted_on_a_loop(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(on_loop) == {False}
 
 
+def test_a_variable_may_name_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPUS, "4")
+    monkeypatch.setenv("FOLDER", "/x")
+    given = {"FOLDER": "${FOLDER}/y", "SEEN": "$FOLDER of ${GONE}${CUDA_VISIBLE_DEVICES}"}
+    handle = serve.run(model(num_gpus=1, runtime_env={"env_vars": given}), route_prefix=None)
+
+    assert handle.variable.remote("SEEN").result() == "/x/y of 4"
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("A=B", "x"), ("", "x"), ("A", "x\0"), ("A\0", "x"), (3, "x")]
 )

@@ -66,6 +66,10 @@ applications:
     num_replicas: 1
     user_config: {level: 1}
 """
+MORE = (
+    "args: {size: 1}",
+    "args: {size: 2}\n  runtime_env: {env_vars: {FROM_FILE: 'x${FROM_FILE}'}}",
+)
 
 
 def written(path: Path, text: str, *changes: tuple[str, str]) -> ConfigFile:
@@ -289,8 +293,7 @@ def test_workers_are_replaced_one_after_another_without_a_lost_request(
         asking = threading.Thread(target=ask)
         asking.start()
         try:
-            more = "args: {size: 2}\n  runtime_env: {env_vars: {FROM_FILE: x}}"
-            written(path, FILE, ("args: {size: 1}", more))
+            written(path, FILE, MORE)
             (line,) = reload(runtime, server)
             assert line == "workers replaced: env_vars, args of application 'shop' changed"
             for _ in range(4):
@@ -357,17 +360,20 @@ def test_a_server_that_reloads_has_a_control_socket_and_the_new_options_of_http(
     runtime: Path, folder: Path
 ) -> None:
     path = folder / "serve.yaml"
+    written(path, FILE, MORE)
     command = [*INGRESS, "run", "serve.yaml", "--reload"]
     with process(command, folder, environment(folder)) as server:
         server.wait_for("Ctrl-C to stop")
         url = server.url
         assert status(runtime, server)["url"] == url
         assert post(url) == 200
+        assert json.loads(get(server.port, "/").body)[2] == "x"
         with pytest.raises(CommandError, match="restarts by itself"):
             reload(runtime, server)
 
-        written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 10}"))
+        written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 10}"), MORE)
         wait_until(lambda: answered(url) == 413)
+        assert json.loads(get(server.port, "/").body)[2] == "x"
         control = RunningServer(server.process.pid, runtime / f"{server.process.pid}.sock")
         assert control.ask("stop", PATIENCE_S) is None
         assert server.wait() == 0

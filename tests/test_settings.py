@@ -27,6 +27,7 @@ from ingress.core.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     HTTPLimits,
     Settings,
+    expanded,
 )
 
 FLAGS = {
@@ -154,6 +155,38 @@ def test_cores_are_refused_where_a_process_cannot_choose_them(
     assert not Settings.from_environment({PIN_CPUS: "0"}).pin_cpus
     with pytest.raises(ValueError, match="INGRESS_PIN_CPUS=1 needs a system on which a process"):
         Settings.from_environment({PIN_CPUS: "1"})
+
+
+# As a task of Ray 2.60.0 has found each.
+EXPANDED = {
+    "braces": ("x:${BASE}", "x:base"),
+    "bare": ("x:$BASE/y", "x:base/y"),
+    "longer": ("$BASE_", "$BASE_"),
+    "lower": ("${lower}|$lower", "low|low"),
+    "unset": ("[${UNSET}|$UNSET|${unset}]", "[|$UNSET|${unset}]"),
+    "itself": ("/x:${ITSELF}", "/x:"),
+    "second": ("[${FIRST}]", "[[]]"),  # sorted, not in the order that is written
+    "first": ("[${SECOND}]", "[]"),
+    "replaced": ("$MINE", "mine"),
+    "dollars": ("$$|$$BASE|$", "$$|$base|$"),
+    "backslash": (r"\$BASE \${BASE}", r"\base \base"),
+    "once": ("[${REFERENCE}|$LITERAL]", "[|$BASE]"),
+    "nested": ("[${UN${BASE}}]", "[${UN}]"),
+    "shell": ("${BASE:-d}|${}|${BASE|${{BASE}|$1|${1}", "${BASE:-d}|${}|${BASE|${{BASE}|$1|"),
+    "others": ("%BASE%|~|$é|${é}", "%BASE%|~|$é|${é}"),
+}
+
+
+def test_variables_are_expanded_as_on_ray() -> None:
+    there = {"BASE": "base", "lower": "low", "REFERENCE": "${BASE}", "LITERAL": "$BASE", "MINE": ""}
+    given = {name.upper(): value for name, (value, _) in EXPANDED.items()}
+    found = expanded({**given, "MINE": "mine"}, there)
+
+    assert found == {
+        **{name.upper(): value for name, (_, value) in EXPANDED.items()},
+        "MINE": "mine",
+    }
+    assert there["MINE"] == ""
 
 
 def test_the_flags_fixture_is_what_the_environment_says(flags: Settings) -> None:

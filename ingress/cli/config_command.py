@@ -20,7 +20,6 @@ from ingress.cli.run_options import HTTP, RunOptions
 from ingress.cli.serving import read_settings
 from ingress.cli.target import AppDir, AsJSON, read_file, refusal, refusing, reporting_mistakes
 from ingress.config import HTTPOptions
-from ingress.core.base.settings import environment
 from ingress.engines import local_engine
 from ingress.serving.http.server_options import ServerOptions
 
@@ -81,7 +80,6 @@ def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
     command_line = RunOptions(**get_command(app).make_context("ingress run", words).params)
     file = read_file(path.absolute())
     print_unused(file)
-    environ = environment()
     prepare(file)
     read_settings()
     engine = local_engine()
@@ -95,7 +93,6 @@ def _values(path: Path, options: list[str], app_dir: Path) -> list[Effective]:
         effective(
             file,
             loaded,
-            environ=environ,
             from_code=engine.http.options,
             command_line=found,
             log_level=command_line.log_level,

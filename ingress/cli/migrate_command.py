@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,8 @@ from ingress.app.declaration.assignments import shown
 from ingress.cli.target import AsJSON, refusal
 from ingress.migrate import files
 from ingress.migrate.rewriting import Finding, rewritten
+
+_NOTEBOOK = "name a .py file that `jupyter nbconvert --to script` makes of it, and copy its changes"
 
 
 @dataclass(slots=True)
@@ -54,18 +57,24 @@ def migrate(
     for each in paths:
         if not Path(each).exists():
             raise refusal(f"there is no file or folder {each!r}; check the spelling", code=2)
-    results = [_migrated(path, write=write) for path in files.found(map(Path, paths))]
+        if not (Path(each).is_file() or Path(each).is_dir()):
+            raise refusal(f"{each!r} is no regular file; name a file or a folder", code=2)
+    found = list(files.found(map(Path, paths)))
+    shared = files.shared_names(found)
+    results = [_migrated(path, shared, write=write) for path in found]
     if not results:
         raise refusal(f"no Python file in {', '.join(paths)}; name a file or another folder", 2)
     typer.echo(_as_json(results, write) if as_json else _as_text(results, write), nl=as_json)
     raise typer.Exit(1 if any(each.findings or each.failure for each in results) else 0)
 
 
-def _migrated(path: Path, *, write: bool) -> _Result:
+def _migrated(path: Path, shared: Collection[str], *, write: bool) -> _Result:
     name = shown(path)
+    if path.suffix.lower() == ".ipynb":
+        return _Result(name, failure=f"it is a notebook, which is not read; {_NOTEBOOK}")
     try:
         source = files.read(path)
-        new = rewritten(source.text)
+        new = rewritten(source.text, shared)
         if write and new.text != source.text:
             source.write(new.text)
     except SyntaxError as error:
@@ -76,7 +85,7 @@ def _migrated(path: Path, *, write: bool) -> _Result:
         return _Result(name, failure=f"cannot be parsed: {error}")
     diff = _diff(name, source.text, new.text)
     if write:  # the lines are those of the file as it is now
-        new = rewritten(new.text)
+        new = rewritten(new.text, shared)
     return _Result(name, new.findings, diff)
 
 

@@ -74,7 +74,7 @@ class FileState:
         Raises `CommandError` with all its mistakes.
         """
         try:
-            new = ConfigFile.read(self.file.path)
+            new = ConfigFile.read(self.file.path, self.file.environ)
             reasons = for_new_processes(self.file, new)
         except ConfigFileError as error:
             raise CommandError("\n".join(error.lines)) from None

@@ -43,6 +43,7 @@ from ingress.core.base.settings import (
     METRICS_ROUTES,
     TRACING,
     Settings,
+    environment,
     export,
     export_threads,
     listen_fds,
@@ -84,6 +85,7 @@ def run(**typed: Any) -> None:
         raise refusal("--watch is for a file, such as serve.yaml; for code there is --reload")
     logs = _configured_logs(options, file)
     if file is not None:
+        file = replace(file, environ=environment())  # with the variables of the `--env-file`
         print_unused(file)
     server = _server_options(options, file, folder)
     variables = {} if file is None else prepare(file)
@@ -308,7 +310,7 @@ def _run_here(
     budget = budget_for([each.target for each in targets], settings, processes=options.workers)
     export_threads(budget.variables)
     if not options.has_new_processes:
-        start_again_if_needed(budget, served.folder)
+        start_again_if_needed(budget, served.folder, variables)
         serve_until_ctrl_c(
             targets, served, settings, budget, "local", state, replaced, watches=options.watch
         )

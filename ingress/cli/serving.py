@@ -80,10 +80,15 @@ def budget_for(
     return thread_budget(BuiltApplication("default", deployments), settings, processes=processes)
 
 
-def start_again_if_needed(budget: ThreadBudget, folder: Path | None = None) -> None:
+def start_again_if_needed(
+    budget: ThreadBudget,
+    folder: Path | None = None,
+    variables: Mapping[str, str | None] | None = None,
+) -> None:
     """Restart the process if a library has read its number of threads before it was set.
 
     `folder` is the current folder of the command, if a `working_dir` has replaced it since.
+    `variables` are the values that a file's `env_vars` have replaced.
     """
     if OMP_NUM_THREADS in budget.variables and (read := budget.already_read()):
         verb = "was" if len(read) == 1 else "were"
@@ -92,6 +97,7 @@ def start_again_if_needed(budget: ThreadBudget, folder: Path | None = None) -> N
         console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
         if folder is not None:
             os.chdir(folder)
+        export(variables or {})
         start_again()
 
 

@@ -334,7 +334,7 @@ def work_until_reloaded(
     threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
     try:
         if served.file is not None:  # it may be the file that has changed
-            served = served.with_file(ConfigFile.read(served.file.path))
+            served = served.with_file(ConfigFile.read(served.file.path, served.file.environ))
         config.app = served.load()
         served.configure(config)
     except (ConfigFileError, NotAnApplication) as error:

@@ -20,29 +20,47 @@ class Scope:
 
     parent: Scope | None = None
     is_class: bool = False
+    is_comprehension: bool = False
     names: dict[str, str] = field(default_factory=dict)
-    globals: set[str] = field(default_factory=set)
+    mixed: set[str] = field(default_factory=set)
+    """The names with several meanings, those that another scope may bind, and attributes."""
+    declared: dict[str, Scope] = field(default_factory=dict)
+    """The scopes of names that are declared `global` or `nonlocal`."""
 
     def bind(self, name: str, full: str = "") -> None:
         """Note a name; "" is a value of the user. An import of Ray has precedence."""
-        scope = self._home() if name in self.globals else self
-        scope.names[name] = scope.names.get(name) or full
+        home = self.home(name)
+        if home.names.setdefault(name, full) != full or home.is_class:
+            home.mixed.add(name)
+            home.names[name] = home.names[name] or full
+
+    def declare(self, name: str, *, is_global: bool) -> None:
+        """Note a `global` or `nonlocal` name. That may be of any function around: each is noted."""
+        around = [self, *self.above()]
+        homes = around[-1:] if is_global else [each for each in around[1:-1] if not each.is_class]
+        for each in homes:
+            each.mixed.add(name)
+        self.declared[name] = homes[0]
+
+    def home(self, name: str) -> Scope:
+        """Return the scope that a binding of the name in this one belongs to."""
+        return self.declared.get(name, self)
+
+    def above(self) -> Iterator[Scope]:
+        """Yield the scopes around this one, from the inside."""
+        scope = self.parent
+        while scope is not None:
+            yield scope
+            scope = scope.parent
 
     def find(self, name: str) -> tuple[Scope, str] | None:
         """Return the scope that binds a name, and its full name; `None` if that is not Ray's."""
-        scope: Scope | None = self._home() if name in self.globals else self
-        while scope is not None:
+        home = self.home(name)
+        for scope in (home, *home.above()):
             if name in scope.names and (scope is self or not scope.is_class):
                 full = scope.names[name]
                 return (scope, full) if full else None
-            scope = scope.parent
         return None
-
-    def _home(self) -> Scope:
-        scope = self
-        while scope.parent is not None:
-            scope = scope.parent
-        return scope
 
 
 @dataclass(slots=True)
@@ -54,6 +72,8 @@ class Bindings:
     nodes: list[tuple[ast.AST, Scope]] = field(default_factory=list)
     blocks: dict[ast.stmt, tuple[ast.AST, list[ast.stmt]]] = field(default_factory=dict)
     decorated: dict[ast.expr, ast.stmt] = field(default_factory=dict)
+    quoted: set[ast.AST] = field(default_factory=set)
+    """The texts whose names are among the nodes: annotations."""
     has_serve: bool = False
 
     def __post_init__(self) -> None:
@@ -67,7 +87,9 @@ class Bindings:
             if isinstance(node, ast.Attribute) and chain(node):
                 continue
             if is_annotation and isinstance(node, ast.Constant) and isinstance(node.value, str):
-                waiting += [(each, scope, True) for each in self._quoted(node, node.value)]
+                parts = self._quoted(node, node.value)
+                self.quoted.update([node] if parts else [])
+                waiting += [(each, scope, True) for each in parts]
             waiting += reversed(list(self._children(node, scope, is_annotation)))
 
     def _children(
@@ -75,7 +97,11 @@ class Bindings:
     ) -> Iterator[tuple[ast.AST, Scope, bool]]:
         inner = scope
         if isinstance(node, _FUNCTIONS | _COMPREHENSIONS | ast.ClassDef):
-            inner = Scope(scope, is_class=isinstance(node, ast.ClassDef))
+            inner = Scope(
+                scope,
+                is_class=isinstance(node, ast.ClassDef),
+                is_comprehension=isinstance(node, _COMPREHENSIONS),
+            )
         for name, value in ast.iter_fields(node):
             for each in value if isinstance(value, list) else [value]:
                 if not isinstance(each, ast.AST):
@@ -83,6 +109,8 @@ class Bindings:
                 if isinstance(each, ast.stmt):
                     self.blocks[each] = (node, value)
                 place = inner if _is_inside(node, name, each) else scope
+                while _is_walrus(node, name) and place.parent and place.is_comprehension:
+                    place = place.parent  # it binds in the function around
                 is_text = name in ("annotation", "returns") or (
                     is_annotation and not _is_literal(node)
                 )
@@ -122,8 +150,9 @@ class Bindings:
                 scope.bind(name)
             case ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
                 scope.bind(name)
-            case ast.Global(names):
-                scope.globals.update(names)
+            case ast.Global(names) | ast.Nonlocal(names):
+                for name in names:
+                    scope.declare(name, is_global=isinstance(node, ast.Global))
 
     def _note(self, full: str) -> None:
         self.has_serve |= full == "ray.serve" or full.startswith("ray.serve.")
@@ -167,6 +196,10 @@ def _is_inside(node: ast.AST, name: str, child: ast.AST) -> bool:
     if isinstance(node, _COMPREHENSIONS):
         return True
     return name in ("body", "type_params")
+
+
+def _is_walrus(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.NamedExpr) and name == "target"
 
 
 def _is_literal(node: ast.AST) -> bool:

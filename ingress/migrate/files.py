@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tempfile
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv"}
+
+# In each file, also one that cannot be parsed: names are ASCII here.
+_IMPORTED = re.compile(
+    r"^[ \t]*from[ \t]+(?!ray\b)[\w.]+[ \t]+import[ \t]*(\([^)]*\)|[^#\r\n;]*)", re.MULTILINE
+)
+_NAME = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +30,74 @@ class Source:
     encoding: str
 
     def write(self, text: str) -> None:
-        """Replace the file in one step; its mode stays. Raises `OSError`."""
+        """Write the file in place: owner, mode and hard links stay. Raises `OSError`.
+
+        A copy beside it has the old text meanwhile. It stays if that cannot be written back.
+        """
+        old, new = self.text.encode(self.encoding), text.encode(self.encoding)
+        if _decoded(new) != (text, self.encoding):
+            raise OSError(None, "a comment would become its encoding; move that comment")
         path = self.path.resolve()
-        number, name = tempfile.mkstemp(prefix=".", suffix=".ingress", dir=path.parent)
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(text.encode(self.encoding))
-            os.chmod(name, path.stat().st_mode & 0o7777)
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        with path.open("r+b", buffering=0) as file:
+            if file.read() != old:
+                raise OSError(None, "it has changed meanwhile; run this command again")
+            copy = _copied(path, old)
+            try:
+                _overwrite(file, new)
+            except BaseException as error:
+                try:
+                    _overwrite(file, old)
+                except OSError:
+                    raise OSError(None, f"{error}; its old text is in {copy}") from error
+                os.unlink(copy)
+                raise
+            os.unlink(copy)
+
+
+def _copied(path: Path, data: bytes) -> str:
+    """Write a file beside another one, and return its path."""
+    number, name = tempfile.mkstemp(f"-{path.name}", ".ingress-", path.parent)
+    try:
+        with open(number, "wb", buffering=0) as file:
+            _overwrite(file, data)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return name
+
+
+def _overwrite(file: io.FileIO, data: bytes) -> None:
+    file.seek(0)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+    file.truncate()
+    os.fsync(file.fileno())
+
+
+def _decoded(data: bytes) -> tuple[str, str]:
+    """Return the text of a file, and its encoding. Raises `SyntaxError` or `ValueError`."""
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return data.decode(encoding), encoding
 
 
 def read(path: Path) -> Source:
     """Read a file in its encoding. Raises `OSError`, and `SyntaxError` or `ValueError`."""
     data = path.read_bytes()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    text = data.decode(encoding)
+    text, encoding = _decoded(data)
     if text.encode(encoding) != data:
         raise ValueError(f"its bytes are not those that {encoding} gives; leave it to an editor")
     return Source(path, text, encoding)
+
+
+def shared_names(paths: Iterable[Path]) -> set[str]:
+    """Return the names that these files import from modules other than Ray's."""
+    found: set[str] = set()
+    for path in paths:
+        with suppress(OSError):
+            for names in _IMPORTED.findall(path.read_text("latin-1")):
+                found.update(_NAME.findall(names))
+    return found
 
 
 def found(paths: Iterable[Path]) -> Iterator[Path]:

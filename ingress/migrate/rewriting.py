@@ -9,16 +9,18 @@ import ast
 import re
 import warnings
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from ingress.migrate import advice, keywords, names
+from ingress.migrate import advice, hidden, keywords, names
 from ingress.migrate.bindings import Bindings, Scope, chain
 from ingress.migrate.imports import SERVE, items_of, written
 
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 _DOTTED = re.compile(r"\w+\s*\.\s*serve")
+_UNUSED = re.compile(r"#.*\b(F401|unused-import)\b")
 _ABOUT_MODULES = {"import_module", "__import__", "importorskip", "patch", "setattr"}
 _RAYS_PATH = re.compile(r"ray\.serve(\.\w+)*")
 
@@ -41,11 +43,14 @@ class Rewritten:
     findings: list[Finding]
 
 
-def rewritten(text: str) -> Rewritten:
-    """Rewrite the text of a file. Raises `SyntaxError` or `ValueError` if it is no Python."""
+def rewritten(text: str, shared: Collection[str] = ()) -> Rewritten:
+    """Rewrite the text of a file. Raises `SyntaxError` or `ValueError` if it is no Python.
+
+    `shared` are the names that other files import from modules.
+    """
     with warnings.catch_warnings(action="ignore"):
         tree = ast.parse(text)
-        rewriter = _Rewriter(text, Bindings(text, tree))
+        rewriter = _Rewriter(text, Bindings(text, tree), shared)
         result = rewriter.run()
         ast.parse(result.text)
     return result
@@ -55,12 +60,18 @@ def rewritten(text: str) -> Rewritten:
 class _Rewriter:
     text: str
     bindings: Bindings
+    shared: Collection[str]
     edits: dict[tuple[int, int], str] = field(default_factory=dict)
     findings: set[Finding] = field(default_factory=set)
     kept: set[tuple[Scope, str]] = field(default_factory=set)
     """The names that some code still uses for Ray itself."""
-    dotted: set[Scope] = field(default_factory=set)
-    """The scopes whose `ray.serve` became a name of ingress."""
+    whole: set[tuple[Scope, str]] = field(default_factory=set)
+    """Those whose `ray.serve` is still used."""
+    dotted: set[tuple[Scope, str]] = field(default_factory=set)
+    """The names whose `ray.serve` became a name of ingress."""
+    uses_serve: bool = False
+    given: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The imports of a block so far."""
     lines: list[str] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     prefix: str = "ingress"
@@ -73,8 +84,18 @@ class _Rewriter:
             self.text[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)
         ]
         self.prefix = self._free_name()
+        self.uses_serve = self.bindings.has_serve
+        for node, scope in self.bindings.nodes:
+            is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            found = self._full(node, scope) if is_set else None
+            if found is not None and found[2] == ["ray", "serve"]:
+                found[0].mixed.add(found[1])  # `ray.serve = fake`
         for node, scope in self.bindings.nodes:
             self._look(node, scope)
+        for home in dict.fromkeys(scope for _, scope in self.bindings.nodes):
+            for name, full in home.names.items():
+                if full == "ray" and (home, name) not in self.kept and name not in home.mixed:
+                    self._look_behind(home, name)
         for node, scope in self.bindings.nodes:
             match node:
                 case ast.Import():
@@ -91,8 +112,9 @@ class _Rewriter:
     def _look(self, node: ast.AST, scope: Scope) -> None:
         match node:
             case ast.Name() | ast.Attribute():
+                self._look_around(node, scope)
                 if (found := self._full(node, scope)) is not None:
-                    self._use(node, *found)
+                    self._use(node, scope, *found)
                 elif isinstance(node, ast.Attribute) and node.attr.startswith("_to_object_ref"):
                     self._tell(node, f".{node.attr}", advice.CORE["ObjectRef"])
             case ast.Call():
@@ -101,13 +123,38 @@ class _Rewriter:
                 for key, value in zip(node.keys, node.values, strict=True):
                     if isinstance(key, ast.Constant) and key.value == "runtime_env":
                         self._tell_all(keywords.in_runtime_env(value))
-            case ast.Assign([ast.Name("__all__")], ast.List(exported) | ast.Tuple(exported)):
-                for each in exported:
-                    if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                        bound = scope.find(each.value)
-                        if bound is not None and bound[1] == "ray":
-                            self.kept.add((bound[0], each.value))
-                            self._tell(each, "ray", advice.EXPORTED)
+
+    def _look_around(self, node: ast.Name | ast.Attribute, scope: Scope) -> None:
+        """Keep an import that a class body uses until it binds the name itself: `ray = ray`."""
+        parts = chain(node)
+        if parts is None or not scope.is_class or parts[0].id not in scope.names:
+            return
+        name, module = parts[0].id, [*scope.above()][-1]
+        if module.names.get(name) == "ray" and isinstance(parts[0].ctx, ast.Load):
+            self.kept.add((module, name))
+            self.whole.add((module, name))
+            self._tell(node, "ray", advice.MIXED)
+
+    def _look_behind(self, home: Scope, name: str) -> None:
+        """Keep the import of a name that something may use in a way that is not understood."""
+        found = list(hidden.uses(self.bindings, name, is_global=home.parent is None))
+        for node, scope in self.bindings.nodes:
+            if isinstance(node, ast.Import) and home.parent is None and scope is home:
+                found += [
+                    (alias, "ray", advice.SHARED)
+                    for alias in node.names
+                    if (alias.asname or alias.name.partition(".")[0]) == name
+                    and self._is_shared(node, alias, name)
+                ]
+        if found:
+            self.kept.add((home, name))
+            self._tell_all(iter(found))
+
+    def _is_shared(self, node: ast.Import, alias: ast.alias, name: str) -> bool:
+        """Return whether other files may use an import, or its author says that some do."""
+        begin, end = self._span(node)
+        line = self.text[begin:end] + self.text[end:].partition("\n")[0]
+        return name in self.shared or alias.name == alias.asname or _UNUSED.search(line) is not None
 
     def _full(self, node: ast.AST, scope: Scope) -> tuple[Scope, str, list[str]] | None:
         """Return the scope and name of a binding of Ray, and the full name that a node means."""
@@ -119,16 +166,25 @@ class _Rewriter:
         path = [*found[1].split("."), *(each.attr for each in parts[1])]
         return found[0], parts[0].id, path
 
-    def _use(self, node: ast.Name | ast.Attribute, home: Scope, name: str, path: list[str]) -> None:
+    def _use(
+        self,
+        node: ast.Name | ast.Attribute,
+        scope: Scope,
+        home: Scope,
+        name: str,
+        path: list[str],
+    ) -> None:
         parts = chain(node)
         assert parts is not None
         bound = home.names[name].split(".")
         if path[:2] == ["ray", "serve"]:
+            self.uses_serve = True
             lacks = names.lack(path[2:])
             if lacks and not (len(bound) > 2 and names.lack(bound[2:])):  # else at its import
                 self._tell(node, ".".join(path), lacks)
-            if bound == ["ray"] and (lacks or not self._rename(parts[1][0], home)):
+            if bound == ["ray"] and (lacks or not self._rename(parts[1][0], scope, home, name)):
                 self.kept.add((home, name))
+                self.whole.add((home, name))
         elif len(path) == 1:
             self.kept.add((home, name))
             self._tell(node, "ray", advice.MODULE)
@@ -144,14 +200,22 @@ class _Rewriter:
                     fix = advice.ACTOR
                 self._tell(node, ".".join(path), fix)
 
-    def _rename(self, node: ast.Attribute, home: Scope) -> bool:
+    def _rename(self, node: ast.Attribute, scope: Scope, home: Scope, name: str) -> bool:
         """Put the name of ingress in the place of `ray.serve`. Returns False if it cannot."""
         span = self._span(node)
-        if not _DOTTED.fullmatch(self.text[slice(*span)]):  # in an f-string of Python 3.11
-            self._tell(node, "ray.serve", advice.BY_HAND)
+        fix = ""
+        if name in home.mixed:
+            fix = advice.MIXED
+        elif nested := list(_others(scope, home)):
+            self.kept.update(nested)
+            fix = advice.NESTED
+        elif not _DOTTED.fullmatch(self.text[slice(*span)]):  # in an f-string of Python 3.11
+            fix = advice.BY_HAND
+        if fix:
+            self._tell(node, "ray.serve", fix)
             return False
         self.edits[span] = self.prefix
-        self.dotted.add(home)
+        self.dotted.add((home, name))
         return True
 
     def _call(self, node: ast.Call, scope: Scope) -> None:
@@ -173,10 +237,16 @@ class _Rewriter:
     def _import(self, node: ast.Import, scope: Scope) -> None:
         old = [each.name + (f" as {each.asname}" if each.asname else "") for each in node.names]
         new: list[str] = []
+        given = self.given[id(self.bindings.blocks[node][1])]
         for text, alias in zip(old, node.names, strict=True):
-            new += self._import_of(alias, text, scope)
+            found = self._import_of(alias, text, scope)
+            new += [each for each in found if each == text or each not in given]
+            given.update(found)
         new = list(dict.fromkeys(new))
         if new == old:
+            return
+        if not self.uses_serve and not (self._is_tried(node) and not new):
+            self._tell(node, "ray", advice.UNUSED)
             return
         if not new:
             self._remove(node)
@@ -195,33 +265,30 @@ class _Rewriter:
         if first != "ray":
             return [text]
         name = alias.asname or "ray"
-        is_kept = (scope, name) in self.kept
+        home = scope.home(name)
         serve = "ingress" if self.prefix == "ingress" else f"ingress as {self.prefix}"
-        if not rest:
-            has_serve = self._has_import(scope, "ray.serve")
-            added = [serve] if scope in self.dotted and not has_serve else []
-            return [*added, *([text] if is_kept else [])]
-        if rest[0] != "serve":
-            self._tell(alias, alias.name, advice.for_core(tuple(rest)))
-            return [text]
-        if not names.is_module(rest[1:]):
-            self._tell(alias, alias.name, names.remedy(rest[1:]))
-            return [text]
+        added = [serve] if (home, name) in self.dotted else []
+        is_module = rest[:1] == ["serve"] and names.is_module(rest[1:])
+        if rest and not is_module:
+            fix = names.remedy(rest[1:]) if rest[0] == "serve" else advice.for_core(tuple(rest))
+            self._tell(alias, alias.name, fix)
         ours = ".".join(["ingress", *rest[1:]])
-        if alias.asname:
-            return [f"{ours} as {alias.asname}"]
-        added = ["ray"] if is_kept and not self._has_import(scope, "ray") else []
-        return [ours if self.prefix == "ingress" else serve, *added]
+        if rest and alias.asname:
+            return [f"{ours} as {alias.asname}"] if is_module else [text]
+        if name in home.mixed:
+            self._tell(alias, "ray", advice.MIXED)
+            return [text]
+        if not rest:
+            return [*added, *([text] if (home, name) in self.kept else [])]
+        if not is_module or (home, name) in self.whole:
+            return [*added, text]
+        kept = ["ray"] if (home, name) in self.kept else []
+        return [ours if self.prefix == "ingress" else serve, *kept]
 
-    def _has_import(self, scope: Scope, module: str) -> bool:
-        """Return whether a scope has an `import` of a module, or of `ray.serve` one within."""
-        for node, where in self.bindings.nodes:
-            if isinstance(node, ast.Import) and where is scope:
-                for alias in node.names:
-                    is_within = module != "ray" and alias.name.startswith(f"{module}.")
-                    if not alias.asname and (alias.name == module or is_within):
-                        return True
-        return False
+    def _is_tried(self, node: ast.stmt) -> bool:
+        """Return whether a statement is all of a `try`, and so a question whether Ray is there."""
+        parent, block = self.bindings.blocks[node]
+        return isinstance(parent, ast.Try) and len(block) - self.removed[id(block)] == 1
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         first, *rest = (node.module or "").split(".")
@@ -270,10 +337,11 @@ class _Rewriter:
     def _remove(self, node: ast.stmt) -> None:
         parent, block = self.bindings.blocks[node]
         begin, end = self._span(node)
+        if self._is_tried(node):
+            self._tell(node, "import ray", advice.PROBED)
+            return
         if len(block) - self.removed[id(block)] == 1:
-            if isinstance(parent, ast.Try):
-                self._tell(node, "import ray", advice.PROBED)
-            elif isinstance(parent, ast.Module):
+            if isinstance(parent, ast.Module):
                 self._remove_line(begin, end)
             else:
                 self.edits[begin, end] = "pass"
@@ -323,15 +391,17 @@ class _Rewriter:
         """Return the name for ingress: another one if the file has its own `ingress`."""
         scopes = {scope for _, scope in self.bindings.nodes}
         taken = {name for scope in scopes for name in scope.names}
-        others = {
-            name
-            for scope in scopes
-            for name, full in scope.names.items()
-            if name == "ingress" and full != "ray.serve"
-        }
-        if not others:
+        taken |= {each.id for each in ast.walk(self.bindings.tree) if isinstance(each, ast.Name)}
+        own = {each for each in scopes if "ingress" in each.names}
+        homes = {each for each in scopes if "ray" in each.names.values()}
+        # In another scope, an import of it would hide this one, also in the lines before it.
+        is_ours = own == homes and [each.names["ingress"] for each in own] == ["ray.serve"]
+        if "ingress" not in taken or (is_ours and not any("ingress" in each.mixed for each in own)):
             return "ingress"
-        return "serve" if "serve" not in taken else "ingress_serve"
+        name = "serve"
+        while name in taken:
+            name = f"ingress_{name}"
+        return name
 
     def _tell(self, node: ast.AST, name: str, fix: str) -> None:
         line = getattr(node, "lineno", 1)
@@ -341,6 +411,12 @@ class _Rewriter:
     def _tell_all(self, found: Iterator[keywords.Found]) -> None:
         for node, name, fix in found:
             self._tell(node, name, fix)
+
+
+def _others(scope: Scope, home: Scope) -> Iterator[tuple[Scope, str]]:
+    """Yield the imports of Ray from a scope to `home`, which would hide that of `home`."""
+    for each in takewhile(lambda each: each is not home, (scope, *scope.above())):
+        yield from ((each, name) for name, full in each.names.items() if full == "ray")
 
 
 def _called(node: ast.expr) -> ast.expr:

@@ -37,7 +37,7 @@ def for_new_processes(old: ConfigFile, new: ConfigFile) -> list[str]:
     whole = {
         "http_options": (old.config.http_options, new.config.http_options),
         "logging_config": (old.config.logging_config, new.config.logging_config),
-        "env_vars": (old.config.environment(), new.config.environment()),
+        "env_vars": (old.environment(), new.environment()),
         "working_dir": (old.folder(), new.folder()),
     }
     found = [name for name, (before, after) in whole.items() if before != after]

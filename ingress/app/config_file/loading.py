@@ -17,7 +17,7 @@ from ingress.app.declaration.build import build, with_logging, with_options
 from ingress.app.declaration.cluster_options import check_here, without_cluster_options
 from ingress.app.declaration.declaration import Application
 from ingress.app.declaration.module_app import NotAnApplication
-from ingress.core.base.settings import export
+from ingress.core.base.settings import environment, export
 from ingress.exceptions import RayServeException
 
 SUFFIXES = (".json", ".yaml", ".yml")
@@ -42,22 +42,33 @@ class Loaded:
 class ConfigFile:
     """A file that was read without mistakes. `top` has the places of its values.
 
-    `stamp` is the time and the size of the version that was read, see `stamp_of`. With `on_cluster`
-    its applications are for another engine, which acts on all options.
+    `stamp` is the time and the size of the version that was read, see `stamp_of`. `environ` is the
+    environment without the variables of any version: a value may add to a variable, and each worker
+    process sets it again. With `on_cluster` its applications are for another engine, which acts on
+    all options.
     """
 
     path: Path
     config: ServeConfig
     top: Node
     stamp: tuple[int, int] | None
+    environ: Mapping[str, str]
     on_cluster: bool = False
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a file. Raises `ConfigFileError` with all its mistakes."""
+    def read(cls, path: Path, environ: Mapping[str, str] | None = None) -> Self:
+        """Read a file. Raises `ConfigFileError` with all its mistakes.
+
+        `environ` is that of an earlier version; by default it is the environment now.
+        """
         stamp = stamp_of(path)  # before: a change meanwhile is then seen by the next look
         top = read(path)
-        return cls(path, checked(top, str(path)), top, stamp)
+        known = environment() if environ is None else environ
+        return cls(path, checked(top, str(path)), top, stamp, known)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of all applications. Raises `ValueError` if two disagree."""
+        return self.config.environment(self.environ)
 
     def folder(self) -> Path | None:
         """Return the folder of `working_dir`, if there is one. Raises `ValueError` for two."""
@@ -90,14 +101,14 @@ class ConfigFile:
         applications need different ones.
         """
         try:
-            environment, folder = self.config.environment(), self.folder()
+            variables, folder = self.environment(), self.folder()
         except ValueError as error:
             raise ConfigFileError([f"{self.path}: {error}"]) from None
         if folder is not None:
             os.chdir(folder)
             if str(folder) not in sys.path:
                 sys.path.insert(0, str(folder))
-        return export(environment)
+        return export(variables)
 
     def load_all(self, app_dir: Path | None) -> list[Loaded]:
         """Import the applications, one after another. Raises as `load`."""

@@ -22,7 +22,7 @@ from ingress.app.declaration.cluster_options import for_a_cluster
 from ingress.app.declaration.names import check_prefix
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig, options_not_acted_on
 from ingress.core.base.options import Json, Options, is_number, is_variable
-from ingress.core.base.settings import ENGINE
+from ingress.core.base.settings import ENGINE, expanded
 
 RAY_BUILDER = "ingress.engines.ray.builder:build"
 """The `import_path` in the files of `ingress build`; `args["target"]` is the application."""
@@ -211,15 +211,15 @@ class ServeConfig(Options):
             for option in each.for_a_cluster()
         ]
 
-    def environment(self) -> dict[str, str]:
-        """Return the variables of all applications.
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of all applications, with those of `environ` that they name.
 
         Raises `ValueError`, with the names of both, if two applications disagree in a variable.
         """
         merged: dict[str, str] = {}
         owners: dict[str, str] = {}
         for each in self.applications:
-            for name, value in each.runtime_env.env_vars.items():
+            for name, value in expanded(each.runtime_env.env_vars, environ).items():
                 if name == ENGINE and each.import_path == RAY_BUILDER:
                     continue  # it is for the workers of a cluster
                 if merged.setdefault(name, value) != value:

@@ -86,19 +86,17 @@ def effective(
     file: ConfigFile,
     loaded: Sequence[Loaded],
     *,
-    environ: Mapping[str, str],
     from_code: HTTPOptions,
     command_line: Mapping[str, object],
     log_level: str | None = None,
 ) -> Iterator[Effective]:
     """Yield all effective values, in the order of a file.
 
-    `environ` is the environment before the file's variables, `from_code` has the options of
-    `serve.start`, `command_line` keywords of `HTTPOptions`.
+    `from_code` has the options of `serve.start`, `command_line` keywords of `HTTPOptions`.
     """
-    variables = file.config.environment()
-    settings = Settings.from_environment({**environ, **variables})
-    look = _Look(file, environ, variables)
+    variables = file.environment()
+    settings = Settings.from_environment({**file.environ, **variables})
+    look = _Look(file, variables)
     yield from look.http(settings, from_code, command_line)
     yield from look.logging(log_level)
     for number, each in enumerate(loaded):
@@ -139,7 +137,6 @@ class _Look:
     """The sources of values, beside the code."""
 
     file: ConfigFile
-    environ: Mapping[str, str]
     variables: Mapping[str, str]
 
     def _chosen(
@@ -159,7 +156,7 @@ class _Look:
         where: Where = ("environment", name)
         if name in self.variables:
             return Effective(where, value, Origin.FILE, f"env_vars {name}")
-        if self.environ.get(name):
+        if self.file.environ.get(name):
             return Effective(where, value, Origin.ENVIRONMENT, name)
         return Effective(where, value, Origin.DEFAULT)
 
@@ -198,7 +195,8 @@ class _Look:
             in_file = name in config.model_fields_set
             yield self._chosen((*around, name), getattr(config, name), in_file, False)
         env: Where = (*around, "runtime_env")
-        for name, value in config.runtime_env.env_vars.items():
+        for name, text in config.runtime_env.env_vars.items():
+            value = self.variables.get(name, text)
             yield self._chosen((*env, "env_vars", name), value, True, False)
         if (folder := config.runtime_env.working_dir) is not None:
             yield self._chosen((*env, "working_dir"), folder, True, False)

@@ -124,6 +124,8 @@ _INSTEAD: Mapping[str, str] = {
 """Variables of Ray Serve without effect, with what has one."""
 _ALIKE = 0.9  # two letters of a name; below, names of other programs would be meant
 _told: set[str] = set()
+_REFERENCE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)  # of `os.path.expandvars`
+_UNSET = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +259,21 @@ def threads_set(env: Mapping[str, str]) -> list[str]:
 def environment() -> dict[str, str]:
     """Return a copy of the environment."""
     return dict(os.environ)
+
+
+def expanded(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `env_vars` with the values of the variables that they name, as on Ray.
+
+    `$NAME` and `${NAME}` are those of `environ`, or of a variable whose name sorts before. For an
+    unset variable, an upper-case `${NAME}` is empty; other text stays. There is no escape.
+    Source: Ray 2.60.0, `update_envs` in _private/utils.py, and `RuntimeEnv.serialize`, which sorts.
+    """
+    found: dict[str, str] = {}
+    known = dict(environ)
+    for name, value in sorted(variables.items()):
+        text = _REFERENCE.sub(lambda each: known.get(each[1] or each[2], each[0]), value)
+        found[name] = known[name] = _UNSET.sub("", text)
+    return found
 
 
 def admin_settings() -> tuple[str | None, str | None]:

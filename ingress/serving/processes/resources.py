@@ -1,6 +1,6 @@
 """The environment of a child: its variables, its native threads, its cores and its GPUs.
 
-    runtime_env.env_vars    as given
+    runtime_env.env_vars    with the variables that they name, of the server or from above
     num_cpus                OMP_NUM_THREADS and its like, unless the user has set a variable; with
                             INGRESS_PIN_CPUS=1 as many cores
     num_gpus                CUDA_VISIBLE_DEVICES: GPUs of its own, or a part of one
@@ -26,6 +26,7 @@ from ingress.core.base.settings import (
     PIN_CPUS,
     PINNED_CPUS,
     environment,
+    expanded,
     pins_cpus,
     threads_set,
 )
@@ -136,7 +137,7 @@ def environment_of(
             ids = GPUS.take(number, name, gpus)
             taken.callback(GPUS.give, ids, number)
             found[VISIBLE] = ",".join(ids)
-        return found | config.env_vars, taken.pop_all().close
+        return found | expanded(config.env_vars, there | found), taken.pop_all().close
 
 
 def visible(there: Mapping[str, str] | None = None) -> list[str]:
