@@ -106,10 +106,10 @@ def serve(cls: type, *, replicas: int = 1, **options: Any) -> TestClient:
     return TestClient(Deployment(cls, replicas=replicas), **options)
 
 
-def json_of(cls: type, path: str) -> Any:
+def json_of(cls: type, path: str, headers: dict[str, str] | None = None) -> Any:
     """Return the content of one answer of the class."""
     with serve(cls) as client:
-        return client.get(path).json()
+        return client.get(path, headers=headers).json()
 
 
 async def request(

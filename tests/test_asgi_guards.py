@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, WebSocket
@@ -22,6 +23,7 @@ from starlette.routing import BaseRoute, Match, request_response
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
+from typing_extensions import TypeAliasType
 
 from ingress.app.asgi import ingress
 from ingress.app.asgi.compat import IncludedRouter, effective_context, iter_route_contexts
@@ -37,6 +39,9 @@ def refuse(token: Token = "") -> str:
     if not token:
         raise HTTPException(401)
     return token
+
+
+Refused = TypeAliasType("Refused", Annotated[str, Depends(refuse)])
 
 
 def statuses(cls: type, *paths: str, **options: Any) -> list[int]:
@@ -190,6 +195,116 @@ def test_a_redefinition_keeps_the_dependencies_that_it_declares(app: FastAPI) ->
 # Decorators on methods.
 
 
+def test_methods_that_one_function_or_one_loop_made_are_each_served(app: FastAPI) -> None:
+    def mixin(name: str) -> type:
+        class Mixin:
+            def user(self, token: Token = "") -> str:
+                return f"{refuse(token)} of {name}"
+
+            @app.get(f"/{name}")
+            def read(self, user: str = Depends(user)) -> str:
+                return user
+
+        return Mixin
+
+    @ingress(app)
+    class K(mixin("a"), mixin("b")):  # type: ignore[misc]
+        for name in ("c", "d"):
+
+            @app.get(f"/{name}")
+            def each(self, token: str = Depends(refuse)) -> str:
+                return token
+
+    paths = [f"/{name}" for name in "abcd"]
+    assert statuses(K, *paths) == [401] * 4
+    with serve(K) as client:
+        answers = [client.get(path, headers=TOKEN).json() for path in paths]
+        assert answers == ["t of a", "t of b", "t", "t"]
+
+
+def test_a_class_that_takes_the_name_of_its_base_redefines_its_guards(app: FastAPI) -> None:
+    class K:
+        anybody = lambda self, token="": token  # noqa: E731
+
+        def user(self, token: Token = "") -> str:
+            return token
+
+        @app.get("/user")
+        def root(self, user: str = Depends(user)) -> str:
+            return user
+
+        @app.get("/anybody")
+        def other(self, user: str = Depends(anybody)) -> str:
+            return user
+
+    @wraps(K, updated=())
+    class Secured(K):
+        def user(self, token: Token = "") -> str:
+            return refuse(token)
+
+        def anybody(self, token: str = "") -> str:  # type: ignore[override]
+            return refuse(token)
+
+    assert statuses(ingress(app)(Secured), "/user", "/anybody") == [401, 401]
+
+
+def test_the_types_of_a_redefinition_count(app: FastAPI) -> None:
+    class Base:
+        @app.get("/role")
+        def role(self, role: str = "user") -> str:
+            return role
+
+        @app.get("/user")
+        def user(self, user: str = "nobody") -> str:
+            return user
+
+    @ingress(app)
+    class K(Base):
+        def role(self, role: Literal["user"] = "user") -> str:  # type: ignore[override]
+            return role
+
+        def user(self, user: Refused) -> str:  # type: ignore[override]
+            return str(user)
+
+    assert statuses(K, "/role", "/role?role=admin", "/user?user=root") == [200, 422, 401]
+
+
+def test_user_code_finds_its_own_function_as_the_endpoint(app: FastAPI) -> None:
+    protected: set[object] = set()
+
+    def guard(request: Request, token: Token = "") -> None:
+        if request.scope["endpoint"] in protected:
+            refuse(token)
+
+    @app.middleware("http")
+    async def also(request: Request, call_next: Any) -> Any:
+        routes = [each for each in request.app.routes if isinstance(each, APIRoute)]
+        found = [each for each in routes if each.endpoint in protected]
+        answer = await call_next(request)
+        answer.headers["x-found"] = str(len(found))
+        return answer
+
+    router = APIRouter(dependencies=[Depends(guard)])
+
+    @ingress(app)
+    class K:
+        @router.get("/own")
+        def own(self) -> None: ...
+
+        @router.get("/stream")
+        def stream(self) -> Iterator[int]:
+            yield 1
+
+    protected |= {K.own, K.stream}
+    app.include_router(router, prefix="/in")
+    app.router.routes += router.routes
+    paths = ("/own", "/stream", "/in/own", "/in/stream")
+    assert statuses(K, *paths) == [401, 401, 401, 401]
+    assert statuses(K, *paths, headers=TOKEN) == [200, 200, 200, 200]
+    with serve(K) as client:
+        assert client.get("/own").headers["x-found"] == "2"
+
+
 def retried(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper that calls through an object whose own parameter is `self`, as tenacity."""
 
@@ -277,6 +392,34 @@ def test_a_wrapper_gets_the_instance_as_a_method_call_passes_it(app: FastAPI) ->
         assert client.get("/request").json() == "/request K"
         app.dependency_overrides[print] = refuse
         assert client.get("/first").json() == "K: K"
+
+
+def test_an_object_that_python_would_bind_is_bound(app: FastAPI) -> None:
+    class Decorated:
+        def __init__(self, func: Callable[..., Any]) -> None:
+            self.func, self.__signature__ = func, inspect.signature(func)
+
+        def __get__(self, instance: object, owner: type | None = None) -> Any:
+            return self if instance is None else partial(self.func, instance)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.func(*args, **kwargs)
+
+    @ingress(app)
+    class K:
+        def __init__(this) -> None:
+            this.name = "K"
+
+        @Decorated
+        def who(this, token: Token = "") -> str:
+            return f"{refuse(token)} at {this.name}"
+
+        @app.get("/")
+        async def root(this, who: Annotated[str, Depends(who)]) -> str:
+            return who
+
+    assert statuses(K, "/?this=x") == [401]
+    assert json_of(K, "/?this=x", TOKEN) == "t at K"
 
 
 def test_a_decorator_that_hides_the_method_is_refused_or_bound(app: FastAPI) -> None:
@@ -1044,6 +1187,46 @@ def test_a_method_of_the_class_in_an_app_that_is_no_route_is_refused(
         app.router.default = inner
     with pytest.raises(TypeError, match=r"K\.root is a route of an app mounted at"):
         bound(ingress(app)(cls))
+
+
+def test_a_method_that_the_app_calls_without_its_instance_is_refused(app: FastAPI) -> None:
+    class Handling:
+        @app.exception_handler(KeyError)
+        def missing(self, request: Request, error: KeyError) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Handling\.missing is a middleware or an exception"):
+        bound(ingress(app)(Handling))
+    inner = FastAPI()
+    cls, _ = one_route(inner)
+    layered: Any = CORSMiddleware(inner, allow_origins=["*"])
+    with pytest.raises(TypeError, match=r"K\.root is a route of an app that is in a layer"):
+        bound(ingress(layered)(cls))
+
+
+class Delegating(Layer):
+    """A layer that has the attributes of the app inside: its copy has none, for a while."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.app, name)
+
+
+def test_a_layer_around_the_handler_of_a_route_class_stays_there(app: FastAPI) -> None:
+    class Timed(APIRoute):
+        def get_route_handler(self) -> Any:
+            handler = super().get_route_handler()
+            if inspect.iscoroutinefunction(self.endpoint):
+                return handler
+
+            async def timed(request: Request) -> Any:
+                return await handler(request)
+
+            return timed
+
+    app.router.route_class = Timed
+    cls, route = one_route(app)
+    route.app = Delegating(route.app)
+    assert statuses(cls, "/") == [401]
+    assert json_of(cls, "/", TOKEN) == "K"
 
 
 def test_a_method_where_nobody_looks_never_runs_with_a_self_of_the_clients(app: FastAPI) -> None:

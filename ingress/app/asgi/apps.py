@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
 import threading
@@ -30,6 +29,7 @@ from ingress.app.asgi.route_index import RouteIndex
 from ingress.app.asgi.routes import (
     RouteInfo,
     RouteTree,
+    check_layers,
     check_routes,
     route_infos,
     routers,
@@ -37,7 +37,7 @@ from ingress.app.asgi.routes import (
 from ingress.app.asgi.unserved_routes import warn_of_routes_not_served
 from ingress.app.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
 from ingress.app.asgi.wrapped import is_alike, rebased, take_layers, take_methods
-from ingress.core.base.foreign import advisory
+from ingress.core.base.foreign import advisory, copied
 from ingress.core.execution.other_loop import is_noted, note_other_loop
 from ingress.exceptions import CALL_ERRORS, RayServeException
 
@@ -86,13 +86,16 @@ class BoundRoutes:
         self._parts: list[object] = []
         self._next: BoundRoutes | None = None
         if not isinstance(app, Starlette):
+            check_layers(app, Methods(cls))
             return
-        methods = Methods(cls)
-        tree = RouteTree(methods, classes_of(app if declared is None else declared))
+        classes = classes_of(app if declared is None else declared)
+        methods = Methods(cls, classes)
+        tree = RouteTree(methods, classes)
         with APPS_LOCK:
             # Before the routes are cloned: a route that comes meanwhile is then found later.
             self.routers = routers(app.router)
             self._see()
+            check_layers(app, methods)
             check_routes(app, methods)
             show_clones(app)
             self._router = tree.clone(app.router)
@@ -137,9 +140,9 @@ class BoundRoutes:
         app = self.app
         if not isinstance(app, Starlette):
             return Guard(app)
-        clone: Any = copy.copy(app)
+        clone: Any = copied(app)
         mark_clone(clone, app)
-        clone.router = copy.copy(self._router)
+        clone.router = copied(self._router)
         clone.router.middleware_stack = rebased(
             self._router.middleware_stack, self._router.app, RouteIndex(clone.router)
         )
@@ -274,10 +277,14 @@ def _renewed(route: Any, new: Any) -> BaseRoute:
     """Return the new documentation route, with the layers that user code put around the old one."""
     if new is None:
         return cast(BaseRoute, route)
-    renewed = copy.copy(route)
+    renewed = copied(route)
     renewed.endpoint, renewed.app = new.endpoint, new.app
     methods = (name for name in vars(route) if callable(getattr(type(route), name, None)))
-    take_layers(route, renewed, (*methods, "app"), lambda each: is_alike(each, new.app))
+
+    def twin(value: Any) -> Any:
+        return new.app if is_alike(value, new.app) else None
+
+    take_layers(route, renewed, (*methods, "app"), twin)
     return cast(BaseRoute, renewed)
 
 

@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from ingress.app.asgi.compat import serialize_response
-from ingress.app.asgi.dependencies import functions_of
+from ingress.app.asgi.dependencies import functions_of, target_of
 from ingress.app.asgi.methods import GENERATORS
 from ingress.core.execution.execution import code_of, kind, name_of
 from ingress.core.execution.mistakes import is_users, last_line
@@ -68,9 +68,8 @@ def explain(error: BaseException, func: Callable[..., object] | None, scope: Sco
 
 def endpoint_of(scope: Scope) -> Callable[..., object] | None:
     """Return the user's endpoint that the request was routed to, `None` if there is none."""
-    endpoint = scope.get("endpoint")
-    target = getattr(endpoint, "__ingress_target__", None)
-    return endpoint if target is None else target.func
+    target = target_of(scope.get("route"))
+    return scope.get("endpoint") if target is None else target.func
 
 
 def _sentence(error: Exception, func: Callable[..., object] | None, scope: Scope) -> str:

@@ -12,7 +12,6 @@ name. Some names are there since a version of FastAPI: an older one does without
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -31,6 +30,7 @@ from starlette.routing import BaseRoute, Match, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.app.asgi.known import changed
+from ingress.core.base.foreign import copied
 from ingress.core.base.private_names import (
     UnsupportedVersionError,
     find,
@@ -312,10 +312,12 @@ def read_parameters_by(func: Callable[..., tuple[dict[str, object], list[object]
     fastapi.dependencies.utils.request_params_to_args = func
 
 
-def read_dependants_by(func: Callable[..., Dependant]) -> None:
-    """Have FastAPI call `func` in the place of `get_dependant`, also from within it."""
+def read_dependants_by(
+    func: Callable[..., Dependant], of_endpoint: Callable[..., Dependant]
+) -> None:
+    """Have FastAPI call these in the place of `get_dependant`, also from within it."""
     fastapi.dependencies.utils.get_dependant = func
-    vars(routing)["get_dependant"] = func
+    vars(routing)["get_dependant"] = of_endpoint
 
 
 def ping_interval_s() -> float:
@@ -402,7 +404,7 @@ def is_included(route: object) -> TypeGuard[Any]:
 
 def with_candidates(node: Any, candidates: Sequence[object]) -> Any:
     """Return a copy of an included router with other routes to match."""
-    clone = copy.copy(node)
+    clone = copied(node)
     clone._effective_candidates = candidates
     return clone
 
@@ -413,7 +415,7 @@ def take_frontends(router: Any, clone: Any, overrides: Callable[[Any], Any]) -> 
     `overrides` returns the provider of dependency overrides for that of the user.
     """
     if (group := getattr(router, "_frontend_routes", None)) is not None:
-        new = clone._frontend_routes = copy.copy(group)
+        new = clone._frontend_routes = copied(group)
         provider = overrides(group.dependency_overrides_provider)
         make = type(group).__init__
         make(new, dependencies=group.dependencies, dependency_overrides_provider=provider)

@@ -109,13 +109,15 @@ class Dependencies:
     """The replacement of the dependencies of one deployment's routes.
 
     There is one for each place in the tree: equal callables are one dependency within a request
-    only, and FastAPI evaluates an annotation at each place anew.
+    only, and FastAPI evaluates an annotation at each place anew. `endpoints` are the wrappers of
+    the user's endpoints, by the ids of these.
     """
 
-    __slots__ = ("_providers", "methods")
+    __slots__ = ("_providers", "endpoints", "methods")
 
     def __init__(self, methods: Methods) -> None:
         self.methods = methods
+        self.endpoints: dict[int, Any] = {}
         self._providers: dict[int, Overrides] = {}
 
     @contextmanager
@@ -292,6 +294,12 @@ def nodes_of_route(route: Any, *, with_endpoint: bool = False) -> Iterator[Depen
             yield dependant
 
 
+def target_of(route: Any) -> Target | None:
+    """Return the target of a cloned route, `None` for another."""
+    call: Any = getattr(getattr(route, "dependant", None), "call", None)
+    return getattr(call, "__ingress_target__", None)
+
+
 def functions_of(dependant: Dependant) -> Iterator[Callable[..., object]]:
     """Return the functions of the dependencies, as they run, in the order of their calls."""
     calls: Iterator[Any] = (each.call for each in nodes_of(dependant))
@@ -318,6 +326,13 @@ def _read(*, call: Any, **given: Any) -> Dependant:
     return get_dependant(call=call, **given)
 
 
+def _read_endpoint(*, call: Any, **given: Any) -> Dependant:
+    """As `_read`, for an endpoint: the user's function is that of its route."""
+    replica = REPLICA.get(None)
+    owner = _READING.get(None) or (None if replica is None else replica.dependencies)
+    return _read(call=call if owner is None else owner.endpoints.get(id(call), call), **given)
+
+
 _KINDS = ("path_params", "query_params", "header_params", "cookie_params", "body_params")
 _FILLED_IN = tuple(name for name in Dependant.__dataclass_fields__ if name.endswith("_param_name"))
 _GIVEN = tuple(signature_of(get_dependant).parameters.keys() - {"path", "call"})
@@ -332,4 +347,4 @@ _READING: ContextVar[Dependencies] = ContextVar("ingress_reading")
 _NEXT: ContextVar[Dependencies | None] = ContextVar("ingress_next")
 """For one analysis: FastAPI looks an override up, and analyses it at once."""
 
-read_dependants_by(_read)
+read_dependants_by(_read, _read_endpoint)

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import sys
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial, partialmethod
@@ -47,7 +48,7 @@ from ingress.app.asgi.compat import (
     get_typed_return_annotation,
     get_typed_signature,
 )
-from ingress.core.base.foreign import has_code_for, unwrapped
+from ingress.core.base.foreign import dict_of, has_code_for, unwrapped
 from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import Kind, code_of, kind, name_of
 from ingress.exceptions import RayServeException
@@ -59,6 +60,8 @@ _FILLED_IN = (HTTPConnection, Response, BackgroundTasks, SecurityScopes)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CONNECTIONS = frozenset(("request", "websocket"))
 _NOTHING = inspect.Parameter.empty
+_PLAINLY_CALLED = (partial, staticmethod, type)
+"""Callables that Python passes no instance."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,13 +86,18 @@ class Target:
 
 
 class Methods:
-    """The class of a deployment, as the owner of functions in an app."""
+    """The class of a deployment, as the owner of functions in an app.
 
-    __slots__ = ("_own", "cls")
+    `others` are classes of the same app, whose functions may have the same names.
+    """
 
-    def __init__(self, cls: type) -> None:
+    __slots__ = ("_own", "_theirs", "cls")
+
+    def __init__(self, cls: type, others: Sequence[type] = ()) -> None:
         self.cls = cls
         self._own = {base: list(_functions(base)) for base in cls.__mro__ if base is not object}
+        strangers = {base for each in others for base in each.__mro__} - set(cls.__mro__)
+        self._theirs = [each for base in strangers for each in _functions(base)]
 
     def owns(self, func: Any) -> bool:
         return self._owner(plain(func)) is not None
@@ -120,10 +128,10 @@ class Methods:
             _refuse_in_doubt(func, owner, is_endpoint=is_endpoint)
             return Target(func, _read(func, owner))
         signature = _read(func, owner, skip_first=bound)
-        name = getattr(func, "__name__", None)
+        name = _attribute_of(owner, func)
         for cls in takewhile(lambda cls: cls is not owner, self._own):
-            if name in vars(cls):
-                return self._override(cls, func, signature, skip_first=bound)
+            if name in vars(cls) and owner in cls.__mro__:  # not a mixin beside it
+                return self._override(cls, name, func, signature, skip_first=bound)
         # A function that the class has as a `staticmethod` runs as it is.
         return Target(func, signature, descriptor if bound else None)
 
@@ -144,9 +152,9 @@ class Methods:
                 )
 
     def _override(
-        self, cls: type, func: Any, signature: inspect.Signature, *, skip_first: bool
+        self, cls: type, name: str, func: Any, signature: inspect.Signature, *, skip_first: bool
     ) -> Target:
-        override = vars(cls)[func.__name__]
+        override = vars(cls)[name]
         impl: Any = getattr(override, "__func__", override)
         is_static = isinstance(override, staticmethod)
         is_like = callable(impl) and (is_static or _is_bound(impl, cls))
@@ -154,19 +162,19 @@ class Methods:
         if not is_like or list(signature_of(impl).parameters)[not is_static :] != expected:
             given = signature_of(impl) if callable(impl) else f" = {impl!r}"
             raise TypeError(
-                f"{cls.__qualname__}.{func.__name__}{given} overrides the route "
+                f"{cls.__qualname__}.{name}{given} overrides the route "
                 f"{func.__qualname__}{signature_of(func)} and must take the same parameters. "
                 "Give it those, or another name and a route of its own."
             )
-        # A dependency of either is kept: the redefinition's, else that of the route.
+        # A dependency of either is kept: the redefinition's, else that of the route. Where there is
+        # none, the redefinition's types count.
         own = _read(impl, cls, skip_first=not is_static).parameters
-        if any(_has_marker(each) for each in own.values()):
-            merged = [
-                own[each.name] if _has_marker(own[each.name]) else each
-                for each in signature.parameters.values()
-            ]
-            by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in merged]
-            signature = signature.replace(parameters=by_name)
+        merged = [
+            own[each.name] if _counts(own[each.name], each) else each
+            for each in signature.parameters.values()
+        ]
+        by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in merged]
+        signature = signature.replace(parameters=by_name)
         return Target(impl, signature, None if is_static else override)
 
     def _owner(self, func: object) -> type | None:
@@ -177,15 +185,17 @@ class Methods:
         not a function of the module: that has another caller.
         """
         inner = _innermost(func)
-        if inner is None:
-            return None
+        if inner is None:  # an object with `__get__` that Python would bind
+            holders = (cls for cls in self._own if any(each is func for each in vars(cls).values()))
+            can_bind = has_code_for(func, "__get__") and not isinstance(func, _PLAINLY_CALLED)
+            return next((cls for cls in holders if can_bind and _is_bound(func, cls)), None)
         scope = inner.__code__.co_qualname.rpartition(".")[0]
         module = inner.__globals__.get("__name__")
-        for cls, own in self._own.items():
-            if (scope, module) == (cls.__qualname__, cls.__module__):
-                # Two classes that one function made have the same names, and the same code.
-                is_twin = inner not in own and inner.__code__ in [each.__code__ for each in own]
-                return None if is_twin else cls
+        named = [cls for cls in self._own if (scope, module) == (cls.__qualname__, cls.__module__)]
+        # Two classes that one function made have the same names, and the same code.
+        alike = {cls: inner.__code__ in [each.__code__ for each in self._own[cls]] for cls in named}
+        if named and not any(each is inner for each in self._theirs):
+            return max(named, key=lambda cls: (inner in self._own[cls], alike[cls]))
         aliases = (cls for cls, own in self._own.items() if inner in own and _is_bound(func, cls))
         return next(aliases, None) if scope else None
 
@@ -292,9 +302,15 @@ def _is_given(
 
 
 def _has_marker(parameter: inspect.Parameter) -> bool:
-    metadata = getattr(parameter.annotation, "__metadata__", ())
+    annotation = getattr(parameter.annotation, "__value__", parameter.annotation)
+    metadata = getattr(annotation, "__metadata__", ())
     markers = (FieldInfo, params.Depends)
     return any(isinstance(each, markers) for each in (parameter.default, *metadata))
+
+
+def _counts(own: inspect.Parameter, routes: inspect.Parameter) -> bool:
+    """Return whether the parameter of a redefinition counts, and not that of the route."""
+    return _has_marker(own) or (own.annotation is not _NOTHING and not _has_marker(routes))
 
 
 def _innermost(func: Any) -> FunctionType | None:
@@ -316,6 +332,15 @@ def _functions(cls: type) -> Iterator[FunctionType]:
             value = value.func
         if (inner := _innermost(value)) is not None:
             yield inner
+
+
+def _attribute_of(cls: type, func: Any) -> str:
+    """Return the name under which a class has a function: `user = lambda self: ...` has another."""
+    name: str = getattr(func, "__name__", "")
+    own = vars(cls)
+    if plain(own.get(name)) is func:
+        return name
+    return next((each for each, value in own.items() if plain(value) is func), name)
 
 
 def _descriptor(cls: type, func: object) -> Any:
@@ -414,7 +439,7 @@ def _evaluated(annotation: Any, func: FunctionType | None, owner: type | None) -
     meant, but not in an annotation with a dependency.
     """
     while isinstance(annotation, str):  # twice, if it is quoted below the future import
-        text, module = annotation, {} if func is None else func.__globals__
+        text, module = annotation, _module_of(func, owner)
         try:
             annotation = eval(text, module, _names(func, owner))
         except TypeError:
@@ -426,13 +451,19 @@ def _evaluated(annotation: Any, func: FunctionType | None, owner: type | None) -
     return annotation
 
 
+def _module_of(func: FunctionType | None, owner: type | None) -> dict[str, Any]:
+    if func is not None:
+        return func.__globals__
+    return {} if owner is None else dict(dict_of(sys.modules.get(owner.__module__)))
+
+
 def _names(func: FunctionType | None, owner: type | None) -> ChainMap[str, Any]:
     """Return the names that an annotation of a method may have, as if evaluated where it stands.
 
     Those of the class so far, of the module, of Python; then the class's later ones, and those of
     its bases.
     """
-    module = {} if func is None else func.__globals__
+    module = _module_of(func, owner)
     if owner is None:
         return ChainMap(module, vars(builtins))
     own, at = dict(vars(owner)), getattr(func, "__name__", None)

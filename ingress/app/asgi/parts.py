@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from ingress.app.asgi.compat import Dependant, ServedRoute, base_app
 from ingress.app.asgi.compiled import CompiledRoute
-from ingress.app.asgi.dependencies import Lifted, Planned, nodes_of_route, original_of
+from ingress.app.asgi.dependencies import Lifted, Planned, nodes_of_route, original_of, target_of
 from ingress.app.asgi.methods import GENERATORS, kind_for_fastapi
 from ingress.app.asgi.routes import api_route, served_routes
 from ingress.core.execution.execution import Role, kind, name_of
@@ -91,7 +91,7 @@ class _Routes:
         compiled = None if route is None else isinstance(getattr(route, "app", None), CompiledRoute)
         nodes = tuple(nodes_of_route(served))
         guards = tuple(name_of(original_of(each.call)) for each in nodes)
-        target = getattr(endpoint, "__ingress_target__", None)
+        target = target_of(served)
         if target is not None:
             yield Part(what, target.func, Role.ENDPOINT, is_compiled=compiled, guards=guards)
         elif inspect.isclass(endpoint) and issubclass(endpoint, HTTPEndpoint):

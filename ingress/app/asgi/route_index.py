@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ingress.app.asgi.compat import (
     with_candidates,
 )
 from ingress.app.asgi.routes import refuse_added
+from ingress.core.base.foreign import copied
 
 FOUND = "ingress.found"
 """The key of a scope for the app that was found before FastAPI's layers were entered."""
@@ -129,7 +129,7 @@ class RouteIndex:
                 return bool(route.path_regex.match(key))
             return bool(route.param_convertors) and key.startswith(_beginning(route))
 
-        narrowed = copy.copy(self.router)
+        narrowed = copied(self.router)
         narrowed.routes = routes = list(_narrowed(self._routes, may_match))
         own = routes if _selects_as_usual(narrowed) and all(map(_is_usual, routes)) else []
         self._narrowed[key, is_path] = narrowed, own

@@ -7,7 +7,6 @@ FastAPI analyses the wrapper as it would analyse the original.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import logging
@@ -18,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, update_wrapper
 from itertools import chain
-from typing import Any, ForwardRef
+from typing import Any, ForwardRef, cast
 
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
 from starlette.applications import Starlette
@@ -53,6 +52,7 @@ from ingress.app.asgi.dependencies import (
     nodes_of_route,
     original_of,
     take_changes,
+    target_of,
 )
 from ingress.app.asgi.methods import (
     GENERATORS,
@@ -73,8 +73,10 @@ from ingress.app.asgi.wrapped import (
     rebased,
     take_layers,
     take_methods,
+    twin_of,
 )
 from ingress.context import REPLICA
+from ingress.core.base.foreign import copied
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
@@ -131,7 +133,7 @@ class RouteTree:
         # By identity: a router that is included twice has two nodes and one clone.
         known = self._routers.get(id(router))
         if known is None:
-            known = self._routers[id(router)] = copy.copy(router)
+            known = self._routers[id(router)] = copied(router)
             if isinstance(known, APIRouter):
                 provider = known.dependency_overrides_provider
                 known.dependency_overrides_provider = self.dependencies.overrides(provider)
@@ -154,9 +156,11 @@ class RouteTree:
             fill_low_priority(node)
             return node
         if isinstance(route, (Mount, Host)):
-            mount = copy.copy(route)
+            mount = copied(route)
             guard_mounted(mount)
             return mount
+        if type(route) in (Route, WebSocketRoute):
+            return route
         if not isinstance(route, (APIRoute, APIWebSocketRoute)):
             return self._around_routes(route, router)
         if self._is_foreign(route.endpoint):
@@ -168,14 +172,14 @@ class RouteTree:
         # For a WebSocket the router, not the route, keeps the provider of dependency overrides.
         keeper = route if isinstance(route, APIRoute) else router
         provider = getattr(keeper, "dependency_overrides_provider", None)
-        clone: BaseRoute = rebuilt(
-            route,
-            wrapper(route.endpoint, target, _streams(route, target.func)),
-            dependency_overrides_provider=self.dependencies.overrides(provider),
-        )
+        endpoint = wrapper(route.endpoint, target, _streams(route, target.func))
+        self.dependencies.endpoints[id(route.endpoint)] = endpoint
+        given = self.dependencies.overrides(provider)
+        clone: Any = rebuilt(route, endpoint, dependency_overrides_provider=given)
         self._keep_changes(route, clone)
+        clone.endpoint = route.endpoint  # user code compares it, and looks for its own marks
         self._clones[id(route)] = clone
-        return clone
+        return cast(BaseRoute, clone)
 
     def _around_routes(self, route: BaseRoute, router: Router) -> BaseRoute | None:
         """Return a route of a class of the user's with the routes in it cloned.
@@ -204,11 +208,17 @@ class RouteTree:
         Raises `TypeError` if the replica's instance would not reach an endpoint in such a layer.
         """
         made = getattr(clone, "app", None)  # FastAPI 0.137 keeps none of an included route
+
+        def twin(value: Any) -> Any:
+            if is_fastapis(value, route.dependant):
+                return twin_of(value, made)
+            return made if is_alike(value, made) else None
+
         hidden = take_layers(
             route,
             clone,
             [name for name in _LAYERED if callable(vars(route).get(name))],
-            lambda each: is_fastapis(each, route.dependant) or is_alike(each, made),
+            twin,
         )
         if hidden and _is_bound(clone):
             raise TypeError(
@@ -219,7 +229,7 @@ class RouteTree:
             )
         call: Any = route.dependant.call
         # Integrations wrap the call when a route is made: then the clone's is wrapped as well.
-        if call is not route.endpoint and clone.dependant.call is clone.endpoint:
+        if call is not route.endpoint and hasattr(clone.dependant.call, "__ingress_target__"):
             raise TypeError(
                 f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was "
                 "replaced after the route was made. Decorate it below the route."
@@ -249,8 +259,7 @@ def _is_bound(clone: Any) -> bool:
     """Return whether a route needs the instance."""
     calls: list[Any] = [node.call for node in nodes_of(clone.dependant)]
     targets = [each.target for each in calls if isinstance(each, Lifted)]
-    targets.append(clone.endpoint.__ingress_target__)
-    return any(each.descriptor is not None for each in targets)
+    return any(each and each.descriptor is not None for each in (*targets, target_of(clone)))
 
 
 def wrapper(original: Callable[..., object], target: Target, streams: Kind | None) -> Any:
@@ -315,7 +324,7 @@ def rebuilt(route: Any, endpoint: Callable[..., object], **given: Any) -> Any:
         # FastAPI finds the type of the items again, but only without a response model.
         if getattr(route, "stream_item_type", None) is not None or _is_inferred(route):
             options["response_model"] = Default(None)
-    clone = copy.copy(route)
+    clone = copied(route)
     if kind(endpoint) in GENERATORS:
         clone.__class__ = _closing(route.__class__)
     # Not the constructor of a user's class: its changes are in the attributes already.
@@ -367,7 +376,7 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
         endpoint = getattr(served, "endpoint", None)
         if endpoint is not None and getattr(endpoint, "__module__", "") != "fastapi.applications":
             is_websocket = isinstance(getattr(served, "original_route", served), WebSocketRoute)
-            target: Target | None = getattr(endpoint, "__ingress_target__", None)
+            target = target_of(served)
             yield RouteInfo(served.path, is_websocket, target.func if target else endpoint)
 
 
@@ -436,6 +445,27 @@ def check_routes(app: Router | Starlette, methods: Methods, *, mounted_at: str =
 _APPS = (Starlette, Router)
 
 
+def check_layers(app: Any, methods: Methods) -> None:
+    """Raise `TypeError` for methods in an app that is in a layer, or that FastAPI cannot bind."""
+    for inner in found_inside(app, _APPS) if not isinstance(app, _APPS) else ():
+        for served in served_routes(inner.routes):
+            if methods.owns(getattr(served, "endpoint", None)):
+                raise TypeError(
+                    f"{name_of(served.endpoint)} is a route of an app that is in a layer, "
+                    f"{type(app).__name__}, so it is never bound to {methods.cls.__qualname__}. "
+                    "Give @serve.ingress the app itself, and put the layer into it with "
+                    "app.add_middleware(...)."
+                )
+    layers = [each.kwargs.get("dispatch") for each in getattr(app, "user_middleware", ())]
+    for func in (*layers, *getattr(app, "exception_handlers", {}).values()):
+        if func is not None and methods.takes_self(func):
+            raise TypeError(
+                f"{name_of(func)} is a middleware or an exception handler of the app, which calls "
+                "it without an instance. Write it outside of the class; it finds the replica's "
+                "state in request.app.state."
+            )
+
+
 def _check_owned(route: Any, methods: Methods, mounted_at: str) -> None:
     name, is_owned = name_of(route.endpoint), methods.owns(route.endpoint)
     if is_owned and mounted_at:
@@ -491,7 +521,7 @@ def _closing(base: Any) -> type[APIRoute]:
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
             handler = super().get_route_handler()
-            target = self.endpoint.__ingress_target__
+            target = target_of(self)
 
             async def handle(request: Request) -> Response:
                 opened: list[Any] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from ingress.app.asgi.compat import base_app
 from ingress.app.asgi.guard import Guard, guard_below, guarded
 from ingress.app.asgi.methods import contents_of
-from ingress.core.base.foreign import dict_of, slots_of
+from ingress.core.base.foreign import copied, dict_of, slots_of, stored
 
 _LIBRARIES = ("fastapi.", "starlette.", "ingress.")
 _NO_LAYERS = (BaseRoute, Router, Starlette, ModuleType, type)
@@ -32,7 +32,7 @@ def rebased(stack: Any, end: ASGIApp, new_end: ASGIApp) -> Any:
     if not hasattr(stack, "app"):  # not a chain
         kept = put_around(stack, lambda value: new_end if _is(value, end) else None)
         return stack if kept is None else kept
-    layer, inner = copy.copy(stack), rebased(stack.app, end, new_end)
+    layer, inner = copied(stack), rebased(stack.app, end, new_end)
     if not isinstance(layer, Guard) and not isinstance(inner, Guard):
         inner = guard_below(type(layer))(inner)
     layer.app = inner
@@ -45,7 +45,7 @@ def take_methods(router: Router, clone: Router) -> None:
     Raises `TypeError` for a layer in which the method is not found.
     """
 
-    names = [name for name in vars(router) if hasattr(type(router), name)]
+    names = [name for name in vars(router) if callable(stored(type(router), name))]
     if router.middleware_stack != router.app:
         names.append("middleware_stack")
     kinds = (FunctionType, MethodType, partial)
@@ -61,19 +61,18 @@ def take_methods(router: Router, clone: Router) -> None:
 
 
 def take_layers(
-    owner: Any, clone: Any, names: Iterable[str], is_app: Callable[[Any], bool] = lambda _: False
+    owner: Any, clone: Any, names: Iterable[str], twin: Swap = lambda _: None
 ) -> list[str]:
     """Give a copy the layers that user code has put around methods of the owner and its app.
 
-    `names` are the attributes that have layers; `is_app` knows the app below them, for which the
-    copy's app is put in. Returns the names of those without such an app or method.
+    `names` are the attributes that have layers; `twin` gives the copy's app for the app below them.
+    Returns the names of those without such an app or method.
     """
-    made = getattr(clone, "app", None)
 
     def swap(value: Any) -> Any:
         if type(value) is MethodType and value.__self__ is owner:
             return MethodType(value.__func__, clone)
-        return made if is_app(value) else None
+        return twin(value)
 
     kept = {name: put_around(getattr(owner, name), swap) for name in names}
     hidden = [name for name in kept if kept[name] is None]
@@ -129,10 +128,18 @@ def guard_mounted(mount: Any) -> None:
                 guard_mounted(route)
 
 
+_BUILDING = threading.RLock()
+
+
 def _build_guarded(app: Starlette) -> ASGIApp:
-    copied = copy.copy(app)
-    copied.user_middleware = guarded(app.user_middleware)
-    return type(copied).build_middleware_stack(copied)
+    own = vars(app)
+    with _BUILDING:  # two replicas may build it at the same time
+        given = own["user_middleware"]
+        own["user_middleware"] = guarded(given)
+        try:
+            return type(app).build_middleware_stack(app)
+        finally:
+            own["user_middleware"] = given
 
 
 def _is(one: Any, other: Any) -> bool:
@@ -174,7 +181,7 @@ def _with_new_parts(layer: Any, swap: Swap, seen: dict[int, Any]) -> Any:
         args, named = values[: len(layer.args)], values[len(layer.args) :]
         return partial(layer.func, *args, **dict(zip(layer.keywords, named, strict=True)))
     if kind is not FunctionType:
-        made = copy.copy(layer)
+        made = copied(layer)
         for name, value in inner.items():
             object.__setattr__(made, name, value)
         return made
@@ -221,6 +228,19 @@ def is_fastapis(app: Any, dependant: object) -> bool:
         return is_layer and is_fastapis(getattr(app, "app", None), dependant)
     is_theirs = module.startswith(_LIBRARIES)
     return is_theirs and any(each is dependant or is_fastapis(each, dependant) for each in inner)
+
+
+def twin_of(app: Any, made: Any) -> Any:
+    """Return the function in `made` that has the code of `app`: FastAPI's handler is in its app."""
+    waiting, code = [made], getattr(app, "__code__", None)
+    while waiting:
+        each = waiting.pop()
+        if type(each) is FunctionType:
+            if each.__code__ is code:
+                return each
+            if each.__globals__.get("__name__", "").startswith(_LIBRARIES):
+                waiting += contents_of(each)
+    return made
 
 
 def is_alike(one: Any, other: Any) -> bool:

@@ -7,12 +7,13 @@ are stored, and goes by `type(value)`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import GetSetDescriptorType, MemberDescriptorType, WrapperDescriptorType
-from typing import Any
+from typing import Any, TypeVar
 
 _WRITTEN_IN_C = (GetSetDescriptorType, MemberDescriptorType)
 _DEPTH = 100
@@ -20,6 +21,8 @@ _mro = type.__dict__["__mro__"].__get__
 _names = type.__dict__["__dict__"].__get__
 
 logger = logging.getLogger("ingress")
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -81,6 +84,18 @@ def _disguises(cls: type) -> bool:
         return False
     reader = own.get("__getattribute__")
     return "__class__" in own or (reader is not None and type(reader) is not WrapperDescriptorType)
+
+
+def copied(value: T) -> T:
+    """Return a shallow copy; Python's `copy` asks the empty copy for attributes, by its class."""
+    try:
+        made: T = object.__new__(type(value))
+    except TypeError:  # a class derived from one that is written in C
+        return copy.copy(value)
+    dict_of(made).update(dict_of(value))
+    for slot, each in slots_of(value):
+        slot.__set__(made, each)
+    return made
 
 
 def dict_of(value: object) -> dict[str, object]:
