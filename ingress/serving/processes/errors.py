@@ -83,12 +83,13 @@ def unsendable(deployment: str, problem: Exception, **values: object) -> RayServ
     """
     paths = (culprit(value, name) for name, value in values.items())
     path = next(filter(None, paths), next(iter(values)))
+    has_advice = (OSError, RayServeException)  # a response says how it can be passed on
     advice = (
         '; send plain data instead, make the object where it is needed, or use isolation="thread"'
     )
     return RayServeException(
         f"{path}, of a call of deployment {deployment!r}, cannot be sent to another process: "
-        f"{described(problem)}{'' if isinstance(problem, OSError) else advice}"
+        f"{described(problem)}{'' if isinstance(problem, has_advice) else advice}"
     )
 
 
