@@ -360,6 +360,7 @@ class _Response:
     """The base of `DeploymentResponse` and `DeploymentResponseGenerator`."""
 
     __slots__ = ("__weakref__", "_call")
+    _advice = "pass it as an argument of its own, or await it first"
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -387,9 +388,8 @@ class _Response:
     def __reduce__(self) -> NoReturn:
         # Text: Ray 2.60.0, handle.py.
         raise RayServeException(
-            f"`{type(self).__name__}` is not serializable. If it is inside a list or another value "
-            "that is passed to a deployment in another process, pass it as an argument of its own, "
-            "or await it first."
+            f"`{type(self).__name__}` is not serializable. Inside a list or another value, it "
+            f"cannot go to another process: {self._advice}"
         )
 
 
@@ -451,6 +451,7 @@ class DeploymentResponseGenerator(_Response, Generic[R_co]):
     """
 
     __slots__ = ("_channel", "_directory", "_turn")
+    _advice = "iterate over it, and pass the items"
 
     def __init__(self, call: Call, channel: Channel[Any], directory: Directory) -> None:
         super().__init__(call)

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.core.execution.mistakes import users_frames
+from ingress.core.execution.mistakes import last_line, users_frames
 from ingress.core.execution.tracebacks import format_error
 from tests.containment_app import HOSTILE
 from tests.servers import (
@@ -320,13 +320,22 @@ def check(error: BaseException) -> None:
 
 def test_a_group_is_shown_with_its_members_as_python_shows_it() -> None:
     inner = ExceptionGroup("inner", [TypeError("second"), raised(lambda: KeyError("third"))])
-    many = [ValueError(number) for number in range(20)]
     caused = raised(lambda: ExceptionGroup("in the middle", [ValueError("fourth")]))
     caused.__cause__ = raised(lambda: OSError("a cause"))
-    for members in ([raised(lambda: ValueError("first")), inner], [inner, caused, *many], [inner]):
+    for members in ([raised(lambda: ValueError("first")), inner], [inner, caused], [inner]):
         check(raised(lambda: ExceptionGroup("outer", members)))  # noqa: B023
     error = ValueError("after a group")
     error.__context__ = caused
+    check(error)
+
+
+def test_a_cause_that_is_false_is_shown() -> None:
+    class EmptyError(Exception):
+        def __len__(self) -> int:
+            return 0
+
+    error = ValueError("after it")
+    error.__cause__ = raised(EmptyError)
     check(error)
 
 
@@ -360,6 +369,100 @@ def test_an_endless_recursion_is_shown_in_short() -> None:
     with pytest.raises(RecursionError) as failed:
         recurse()
     check(failed.value)
+
+
+def through_two(number: int) -> None:
+    """Raise after so many calls of two functions in turn."""
+    if not number:
+        raise ValueError("the text")
+    through(number - 1)
+
+
+def through(number: int) -> None:
+    through_two(number)
+
+
+def deep() -> None:
+    through(300)
+
+
+def in_a_library() -> None:
+    re.compile("(" * 40 + "the text")
+
+
+def many_members() -> None:
+    raise ExceptionGroup("the text", [raised(lambda: ValueError(n)) for n in range(50)])  # noqa: B023
+
+
+def nested_groups() -> None:
+    error: Exception = ValueError("inner")
+    for number in range(60):
+        error = ExceptionGroup("the text", [error, KeyError(number)])
+    raise error
+
+
+def many_causes() -> None:
+    error: Exception | None = None
+    for number in range(60):
+        try:
+            raise KeyError(number) from error
+        except KeyError as caught:
+            error = caught
+    raise ValueError("the text") from error
+
+
+def many_contexts(number: int = 60) -> None:
+    try:
+        if number:
+            many_contexts(number - 1)
+    finally:
+        raise ValueError("the text" if number == 60 else number)
+
+
+def long_line() -> None:
+    raise ValueError("the text" * 100_000)
+
+
+def many_lines() -> None:
+    raise ValueError("the text\n" * 1_000)
+
+
+def many_notes() -> None:
+    error = ValueError("the text")
+    for number in range(1_000):
+        error.add_note(f"note {number}\n")
+    raise error
+
+
+LARGE = (deep, in_a_library, many_members, nested_groups, many_causes, many_contexts, long_line,
+         many_lines, many_notes)  # fmt: skip
+
+
+@pytest.mark.parametrize("fail", LARGE)
+def test_the_text_of_any_error_is_short_and_has_the_users_frame_and_the_error(
+    fail: Callable[[], None],
+) -> None:
+    with pytest.raises(Exception) as failed:
+        fail()
+
+    text = format_error(failed.value)
+
+    assert len(text.splitlines()) <= 38
+    assert len(text) < 8_000
+    assert f"in {fail.__name__}\n" in text
+    assert "the text" in text
+    if fail in (many_causes, many_contexts):
+        first = "KeyError: 0" if fail is many_causes else "ValueError: 0"
+        assert first in text  # to which all others are due
+
+
+@pytest.mark.parametrize("fail", LARGE)
+def test_the_one_line_of_any_error_is_short(fail: Callable[[], None]) -> None:
+    with pytest.raises(Exception) as failed:
+        fail()
+
+    assert len(last_line(failed.value)) < 8_000
+    assert len(users_frames(failed.value).splitlines()) <= 24
 
 
 @pytest.mark.parametrize("name", HOSTILE)

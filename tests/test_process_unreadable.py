@@ -101,10 +101,10 @@ def test_an_error_that_cannot_be_read_fails_its_call_only(
 
 
 @pytest.mark.usefixtures("beside")
-def test_an_error_whose_pickle_is_none_is_described(target: DeploymentHandle) -> None:
-    with pytest.raises(RayServeException, match=r"NoExceptionError: its text .*cannot be sent"):
+def test_an_error_whose_pickle_is_none_arrives_without_it(target: DeploymentHandle) -> None:
+    with pytest.raises(attacks.NoExceptionError, match="its text"):
         asked(target, "raise_no_exception")
-    with pytest.raises(RayServeException, match=r"NoExceptionError: its text .*cannot be sent"):
+    with pytest.raises(attacks.NoExceptionError, match="its text"):
         list(target.options(stream=True).stream_raise.remote("none"))
 
 

@@ -82,6 +82,20 @@ def test_an_argument_that_cannot_be_pickled_is_named(model: DeploymentHandle) ->
         model.remote(number=Locked()).result()
 
 
+def test_a_response_inside_a_list_is_refused_with_advice_that_works(
+    model: DeploymentHandle,
+) -> None:
+    items, response = model.options(stream=True).count.remote(2), model.remote(1)
+
+    with pytest.raises(RayServeException, match=r"iterate over it, and pass the items$"):
+        model.remote([items]).result()
+    with pytest.raises(RayServeException, match=r"as an argument of its own, or await it first$"):
+        model.remote([response]).result()
+
+    assert model.remote([*items]).result() == [0, 1] * 3
+    assert model.remote(response).result() == 9
+
+
 def test_a_result_that_cannot_be_pickled_is_named(model: DeploymentHandle) -> None:
     with pytest.raises(RayServeException, match=r"result\['model'\]\[0\], of a call of .* 'M"):
         model.lock.remote().result()

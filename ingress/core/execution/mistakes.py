@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import inspect
 import linecache
+import re
 import sys
 import sysconfig
 import traceback
@@ -18,12 +19,14 @@ from os.path import dirname
 from traceback import FrameSummary, StackSummary
 from types import CodeType
 
-from ingress.core.execution.tracebacks import without_frames
+from ingress.core.execution.tracebacks import fitting, remote_of, without_frames
 from ingress.core.execution.unreadable import readable
 
 _PACKAGE = dirname(dirname(dirname(__file__)))
 _LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
 _CAUSE = "which caused:\n"
+_FRAME = re.compile(r'  File "(.*)", line (\d+)')
+_MOST = 24  # lines of frames
 NEEDS_MULTIPART = 'Form data requires "python-multipart"'  # FastAPI's text
 
 
@@ -54,6 +57,7 @@ def users_frames(error: BaseException) -> str:
     """Return the frames of the user's files, two lines each; the last frame if there are none.
 
     A frame that only begins a class is left out: its body is the next frame, and is named by it.
+    Of many frames, those in the middle are left out.
     """
     linecache.checkcache()  # a file may have changed since its last mistake
     walked = [*traceback.walk_tb(error.__traceback__)]
@@ -66,13 +70,30 @@ def users_frames(error: BaseException) -> str:
         place = FrameSummary(error.filename, error.lineno, "<module>", line=error.text)
         return "".join(StackSummary.from_list([*filter(_is_users, frames), place]).format())
     users = [each for each in frames if _is_users(each)]
-    return "".join(StackSummary.from_list(users or frames[-1:]).format())
+    remote = _remote_frames(error)
+    if not remote:
+        users = users or frames[-1:]
+    return "".join(fitting(StackSummary.from_list(users).format() + remote, _MOST))
 
 
 def place_of(error: BaseException) -> str:
     """Return file and line of the user's last frame, as `file:line`; empty if there is none."""
+    if remote := _remote_frames(error):
+        found = _FRAME.match(remote[-1])
+        return f"{found[1]}:{found[2]}" if found else ""
     users = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each)]
     return f"{users[-1].filename}:{users[-1].lineno}" if users else ""
+
+
+def _remote_frames(error: BaseException) -> list[str]:
+    """Return the frames of the user's files in the processes that an error came from."""
+    note = remote_of(error)
+    frames = [] if note is None else note.frames
+    return [
+        "".join(each.splitlines(keepends=True)[:2])  # without the carets
+        for each in frames
+        if (found := _FRAME.match(each)) and is_users(found[1])
+    ]
 
 
 def last_line(error: BaseException) -> str:

@@ -15,7 +15,8 @@
                      directions
     messages         the kinds of frames and their contents
     code             the user's class and its arguments, as they travel
-    errors           exceptions that cross, and descriptions of a process's end
+    crossing         exceptions that cross
+    errors           errors of values that cannot cross, and descriptions of a process's end
     output           its standard output and error, and its log records
     page             the few numbers that a child leaves behind even if it is killed
     segments         shared memory, through which large contents cross

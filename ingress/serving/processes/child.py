@@ -25,7 +25,7 @@ from ingress.core.calls.loops import run_blocking
 from ingress.core.execution.gil_pressure import EXPECTED_S, GIL_PRESSURE
 from ingress.handle import DeploymentHandle, use_here
 from ingress.serving.processes.code import ByValue
-from ingress.serving.processes.errors import pickled_error
+from ingress.serving.processes.crossing import pickled_error
 from ingress.serving.processes.frame_server import BEAT_S, FrameServer, give_back
 from ingress.serving.processes.frames import (
     LARGE,

@@ -18,7 +18,8 @@ from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.tracing import adopt
 from ingress.exceptions import RequestCycleError
 from ingress.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
-from ingress.serving.processes.errors import pickled_error, unsendable
+from ingress.serving.processes.crossing import as_sent, pickled_error
+from ingress.serving.processes.errors import unsendable
 from ingress.serving.processes.frames import (
     Buffers,
     FrameError,
@@ -151,7 +152,7 @@ class ChildCalls:
         error = call.error
         if error is None:
             try:
-                value = call.value
+                value = as_sent(call.value)
                 self._frames.post(Kind.DONE, number, b"" if value is None else encode(value))
                 return
             except Exception as problem:
@@ -164,7 +165,7 @@ class ChildCalls:
         try:
             async for item in items:
                 try:
-                    content = encode(item)
+                    content = encode(as_sent(item))
                 except Exception as problem:
                     name = items._call.deployment_name
                     raise unsendable(name, problem, item=item) from problem

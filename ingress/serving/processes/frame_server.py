@@ -21,8 +21,9 @@ from ingress.core.calls.call import Call
 from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.tracing import TRACING, adopt, trace_id_of
 from ingress.exceptions import UserCodeExit
+from ingress.serving.processes.crossing import pickled_error
 from ingress.serving.processes.directory import ServerDirectory, Waits
-from ingress.serving.processes.errors import not_begun, pickled_error, unreadable, unsendable
+from ingress.serving.processes.errors import not_begun, unreadable, unsendable
 from ingress.serving.processes.frames import (
     Buffers,
     Content,

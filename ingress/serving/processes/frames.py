@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import pickle
 import socket
@@ -31,6 +32,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from functools import cache
 from importlib import import_module
 from struct import Struct
 from typing import Any, TypeAlias
@@ -69,7 +71,7 @@ class FrameError(Exception):
     """Bytes that are no frame of the protocol."""
 
 
-_dumps: Callable[..., bytes] = pickle.dumps
+_pickle: Any = pickle
 
 
 def pickle_by_value() -> None:
@@ -77,13 +79,16 @@ def pickle_by_value() -> None:
 
     Those of a notebook, and those made in functions. It needs cloudpickle, which is slower.
     """
-    global _dumps
-    _dumps = import_module("cloudpickle").dumps
+    global _pickle
+    _pickle = import_module("cloudpickle")
 
 
-def dumps(value: object) -> bytes:
-    """Return the pickle of a value, for the content of a frame."""
-    return _written(value)
+def dumps(value: object, number_of: Callable[[object], int | None] | None = None) -> bytes:
+    """Return the pickle of a value, for the content of a frame.
+
+    Of an object for which `number_of` returns a number, the pickle has this number only.
+    """
+    return _written(value, number_of)
 
 
 def encode(value: object) -> Content:
@@ -93,12 +98,20 @@ def encode(value: object) -> Content:
     return [content, *(each.raw() for each in buffers)] if buffers else content
 
 
-def loads(content: bytes | memoryview, buffers: Buffers = ()) -> Any:
+def loads(
+    content: bytes | memoryview,
+    buffers: Buffers = (),
+    find: Callable[[int], object] | None = None,
+) -> Any:
     """Return the value of a content, whose code may raise anything: also here, it ends no loop.
 
-    The arrays in it are read-only, and are not copied.
+    The arrays in it are read-only, and are not copied. `find` returns the object of a number.
     """
     try:
+        if find is not None:
+            unpickler = _Unpickler(io.BytesIO(content))
+            unpickler.find = find
+            return unpickler.load()
         return pickle.loads(content, buffers=buffers)
     except Exception:
         raise
@@ -106,10 +119,41 @@ def loads(content: bytes | memoryview, buffers: Buffers = ()) -> Any:
         raise UserCodeExit(error, "a value that arrived") from error
 
 
-def _written(value: object, **options: Any) -> bytes:
+class _Unpickler(pickle.Unpickler):
+    find: Callable[[int], object]
+
+    def persistent_load(self, number: int) -> object:
+        return self.find(number)
+
+
+def _with_numbers(value: object, number_of: Callable[[object], int | None]) -> bytes:
+    with io.BytesIO() as file:
+        pickler = _pickler_over(_pickle.Pickler)(file, PICKLE)
+        pickler.number_of = number_of
+        pickler.dump(value)
+        return file.getvalue()
+
+
+@cache
+def _pickler_over(base: Any) -> type[Any]:
+    class Pickler(base):  # type: ignore[misc]
+        number_of: Callable[[object], int | None]
+
+        def persistent_id(self, obj: object) -> int | None:
+            return self.number_of(obj)
+
+    return Pickler
+
+
+def _written(
+    value: object, number_of: Callable[[object], int | None] | None = None, **options: Any
+) -> bytes:
     """Return the pickle of a value, whose code may raise anything: also here, it ends no loop."""
     try:
-        return _dumps(value, PICKLE, **options)
+        if number_of is not None:
+            return _with_numbers(value, number_of)
+        pickled: bytes = _pickle.dumps(value, PICKLE, **options)
+        return pickled
     except Exception:
         raise
     except BaseException as error:

@@ -21,6 +21,7 @@ from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES
 from ingress.handle import Invocation
+from ingress.serving.processes.crossing import as_sent
 from ingress.serving.processes.errors import unsendable
 from ingress.serving.processes.frames import LARGE, Content, Frames, encode, size_of_content
 from ingress.serving.processes.messages import (
@@ -69,7 +70,7 @@ class HostedCall(Call):
             answer = self.request.take_answer()
             kind = Kind.DONE if answer is None else Kind.ANSWER
             return kind, self.number, b"" if answer is None else answer
-        return Kind.DONE, self.number, b"" if value is None else encode(value)
+        return Kind.DONE, self.number, b"" if value is None else encode(as_sent(value))
 
 
 class _Items:
@@ -80,7 +81,7 @@ class _Items:
 
     async def put(self, item: object, size: int = 0) -> None:
         try:
-            content = encode(item)
+            content = encode(as_sent(item))
         except Exception as problem:
             raise unsendable(self.call.deployment_name, problem, item=item) from problem
         await self.call.window.take(size_of_content(content))

@@ -28,7 +28,8 @@ from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.retries import NotBegunError
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.serving.processes.child_calls import ChildCalls, MakeHandle
-from ingress.serving.processes.errors import end_of, not_begun, unpickled_error, unreadable
+from ingress.serving.processes.crossing import unpickled_error
+from ingress.serving.processes.errors import end_of, not_begun, unreadable
 from ingress.serving.processes.frames import Buffers, Content, FrameError, Frames, dumps, loads
 from ingress.serving.processes.messages import (
     OF_CALLS,

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from ingress.core.calls.call import Call
-from ingress.serving.processes.errors import unpickled_error, unreadable
+from ingress.serving.processes.crossing import unpickled_error
+from ingress.serving.processes.errors import unreadable
 from ingress.serving.processes.frames import Buffers, Frames, dumps, loads
 from ingress.serving.processes.messages import Kind, unknown
 

@@ -1,13 +1,17 @@
-"""The record of a request that failed: one traceback, without the frames of the server."""
+"""The records of failures: one traceback, without the frames of the server, and not long."""
 
 from __future__ import annotations
 
 import logging
 from contextvars import copy_context
+from os.path import dirname
+from traceback import walk_tb
+from types import FrameType
 
 from ingress.context import REPLICA
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.execution.tracebacks import format_error
+from ingress.core.execution.unreadable import traceback_of
 from ingress.telemetry.logs.identity import RequestFilter
 
 FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
@@ -15,6 +19,29 @@ FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
 
 _server_logger = logging.getLogger("uvicorn.error")
 _IDENTITY = RequestFilter()
+_PACKAGE = dirname(dirname(dirname(__file__)))
+
+
+def _with_short_traceback(record: logging.LogRecord) -> bool:
+    """Give a record the text that a failed request has, for all handlers.
+
+    A record of this package, or of uvicorn about an error that passed through this package: of a
+    WebSocket, or of an app that is mounted in another one.
+    """
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    if error is not None and not record.exc_text:
+        frames = walk_tb(traceback_of(error))
+        if record.name == "ingress" or any(_is_here(frame) for frame, _ in frames):
+            record.exc_text = format_error(error)
+    return True
+
+
+def _is_here(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+for _name in ("ingress", "uvicorn.error"):
+    logging.getLogger(_name).addFilter(_with_short_traceback)
 
 
 def log_failure(call: Call, error: BaseException) -> None:
