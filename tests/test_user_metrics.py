@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 import ingress as serve
 from ingress.core.base.snapshot import MAX_ENDED, Snapshot, UserMetric, UserSeries
@@ -274,3 +275,18 @@ def test_what_registers_outside_of_a_replica_is_not_shared(shutdown: None) -> No
     Counter("mine", "Made by the test.", registry=registry)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         Counter("shared", "Made by the test.", registry=registry)
+
+
+def test_a_replica_registers_collectors_that_do_not_describe_themselves(
+    shutdown: None, tmp_path: Path
+) -> None:
+    @serve.deployment
+    class Mine:
+        def __call__(self) -> str:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry, str(tmp_path))
+            ProcessCollector(registry=registry)
+            return str(generate_latest(registry), "ascii")
+
+    handle = serve.run(Mine.bind(), route_prefix=None)
+    assert "process_cpu_seconds_total" in handle.remote().result()
