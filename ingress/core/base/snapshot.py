@@ -26,7 +26,8 @@ class ReplicaCounts:
     """The counters of one replica. They are kept when the replica has ended.
 
     routes         processing times, by route template
-    errors         numbers of failed calls, by route template and type of the exception
+    errors         numbers of failed calls, by route template and type of the exception; calls that
+                   their callers have cancelled have not failed
     stalls         durations of its event loop's stalls, by method
     thread_waits   times that `def` calls waited for a worker thread, by lane; "" for no lane
     batches        batches and the calls in them, by function
@@ -219,12 +220,12 @@ class UserMetric:
     label_names: list[str]
     boundaries: list[float] = field(default_factory=list)
     series: list[UserSeries] = field(default_factory=list)
-
     place: str = ""
 
     def signature(self) -> tuple[str, str, tuple[str, ...], tuple[float, ...]]:
         """Return what metrics must have in common for their series to be added up."""
         return self.name, self.kind, tuple(self.label_names), tuple(self.boundaries)
+
     def shown_names(self) -> set[str]:
         """Return the names of its samples, without Ray's prefix, and its own, for OpenMetrics."""
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}

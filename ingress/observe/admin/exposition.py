@@ -229,9 +229,13 @@ def _add_counts(lines: _Lines, labels: str, counts: ReplicaCounts) -> None:
     """Add the counters of one replica id; with `--workers`, of that id in all workers."""
     lines.add(labels, (f.STARTS, counts.starts))
     for route, latency in counts.routes.items():
-        served = latency.count - latency.errors
-        of_route = (f.DEPLOYMENT_REQUESTS, served), (f.PROCESSING_LATENCY, latency)
-        lines.add(_and(labels, route=route), *of_route)
+        served = latency.count - latency.errors - latency.cancelled
+        lines.add(
+            _and(labels, route=route),
+            (f.DEPLOYMENT_REQUESTS, served),
+            (f.CANCELLED, latency.cancelled),
+            (f.PROCESSING_LATENCY, latency),
+        )
     for route, types in counts.errors.items():
         for name, count in types.items():
             lines.add(_and(labels, route=route, exception_type=name), (f.DEPLOYMENT_ERRORS, count))
