@@ -41,8 +41,16 @@ def is_cancellation(error: BaseException) -> bool:
     Such an error is not reported when user code raises it. Nor is a group of only such errors, as
     task groups raise it.
     """
+    return is_disconnect(error, RequestCancelledError)
+
+
+def is_disconnect(error: BaseException | None, *more: type[Exception]) -> bool:
+    """Return whether the error only tells user code that its client, or its consumer, has gone.
+
+    Or that it is of the classes `more`. A group is such an error if all of its errors are.
+    """
     theirs = (requests.ClientDisconnect, websockets.WebSocketDisconnect)
-    told = (RequestCancelledError, StreamClosedError, *theirs)
+    told = (StreamClosedError, *theirs, *more)
     if isinstance(error, BaseExceptionGroup):
         return error.split(told)[1] is None
     return isinstance(error, told)

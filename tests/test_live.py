@@ -398,11 +398,11 @@ def test_clients_that_left_before_their_answer_are_a_rate_and_no_latency(
         None,
         None,
     )
-    assert route["left"] == route["rate"] > 0
+    assert route["left"] == route["cancelled"] == route["rate"] > 0
     text = "100.0% of its clients left before their answer began in the last minute"
-    assert text in [each["text"] for each in view["problems"] if each["level"] == "bad"]
-    assert not view["is_healthy"]
-    assert view["applications"][0]["deployments"][0]["state"] == "FAILING"
+    assert text in [each["text"] for each in view["problems"] if each["level"] == "warn"]
+    assert view["is_healthy"]
+    assert view["applications"][0]["deployments"][0]["state"] == "HEALTHY"
 
 
 def test_one_replica_that_fails_among_others_is_named(observer: Observer) -> None:

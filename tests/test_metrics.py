@@ -103,7 +103,7 @@ def everything(*, replicas: int = 1) -> Snapshot:
     for size in (3, 4):
         counts.batches["Model.predict"].begin(size, size, 4, 9.0)
     counts.batches["Model.predict"].chosen = BatchChoice(32, 0.002, 0.05, "as measured")
-    counts.routes["/items/{id}"].errors = 1
+    counts.routes["/items/{id}"].errors = counts.routes["/items/{id}"].cancelled = 1
     deployment = DeploymentSnapshot(
         "HEALTHY", "", "", replicas, 1, 10, 1, 2, 3, 4, 5, 6,
         [HTTPCount("/items/{id}", "GET", 200, latency(5.0)),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 import ingress as serve
 from ingress.core.base.snapshot import MAX_ENDED, Snapshot, UserMetric, UserSeries
@@ -52,6 +53,12 @@ far = serve.deployment(isolation="process")(serve.ingress(app)(Api)).bind()
 
 OF_REPLICA = {"application": "default", "deployment": "Api", "replica": "0"}
 ROUTE = "/items/{number}"
+
+
+def line_of(source: str) -> int:
+    """Return the number of the first line of this file that has a text."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if source in line)
 
 
 def found(name: str) -> UserMetric:
@@ -131,10 +138,21 @@ def test_a_mistake_is_an_error_that_names_it(make: Callable[[], Any], problem: s
 
 def test_a_name_has_one_kind_and_one_set_of_tags_while_it_is_used() -> None:
     first = serve.metrics.Counter("clashing", tag_keys=("a",))
-    with pytest.raises(ValueError, match="'clashing' is a counter with the tags"):
-        serve.metrics.Counter("clashing", tag_keys=("b",))
-    with pytest.raises(ValueError, match="cannot be a gauge"):
-        serve.metrics.Gauge("clashing", tag_keys=("a",))
+    here = f"at test_user_metrics.py:{line_of('    first = serve.metrics')}"
+    for make, words in (
+        (
+            lambda: serve.metrics.Counter("clashing", tag_keys=("b",)),
+            f"as a counter with the tags ['a'] {here}, and as a counter with the tags ['b'] at ",
+        ),
+        (
+            lambda: serve.metrics.Gauge("clashing", tag_keys=("a",)),
+            f"as a counter {here}, and as a gauge at ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)) as error:
+            make()
+        assert str(error.value).startswith("metric 'clashing' is declared in two ways: ")
+        assert str(error.value).endswith("one of them another name")
     first.inc(tags={"a": "x"})
     del first  # the application was replaced by a version with other tags
 
@@ -144,8 +162,9 @@ def test_a_name_has_one_kind_and_one_set_of_tags_while_it_is_used() -> None:
 
 def test_two_metrics_that_would_show_one_name_are_refused_while_both_are_used() -> None:
     first: Any = serve.metrics.Counter("twice")
-    with pytest.raises(ValueError, match="would both be shown as ray_twice_total; give one"):
+    with pytest.raises(ValueError, match="be shown as ray_twice_total; give one") as error:
         serve.metrics.Gauge("twice_total")
+    assert str(error.value).startswith("the counter 'twice' at test_user_metrics.py:")
     first = serve.metrics.Histogram("thrice", boundaries=[1])
     for suffix in ("bucket", "sum", "count"):
         with pytest.raises(ValueError, match=f"ray_thrice_{suffix}; give one"):
@@ -154,6 +173,82 @@ def test_two_metrics_that_would_show_one_name_are_refused_while_both_are_used() 
 
     serve.metrics.Gauge("thrice_sum").set(3)
     serve.metrics.Gauge("twice_total").set(2)
+
+
+class Declares:
+    """Declares the metrics of a list, and counts in each."""
+
+    def __init__(self, *metrics: tuple[str, dict[str, Any]]) -> None:
+        self.made = [(kind, getattr(serve.metrics, kind)(**given)) for kind, given in metrics]
+
+    async def __call__(self) -> None:
+        for kind, metric in self.made:
+            record = {"Counter": "inc", "Gauge": "set", "Histogram": "observe"}[kind]
+            getattr(metric, record)(1.0, tags=dict.fromkeys(metric.info["tag_keys"], "x"))
+
+
+def declared(name: str, isolation: Any, *metrics: tuple[str, dict[str, Any]]) -> Any:
+    """Run a deployment that declares metrics, and return its handle."""
+    deployment = serve.deployment(Declares).options(name=name, isolation=isolation)
+    return serve.run(bind(deployment, *metrics), name=name, route_prefix=None)
+
+
+def test_metrics_of_two_processes_that_differ_are_both_shown_or_it_is_said(
+    shutdown: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    small: dict[str, Any] = {"name": "seconds", "boundaries": [0.1, 1.0]}
+    large: dict[str, Any] = {"name": "seconds", "boundaries": [1.0, 10.0, 100.0]}
+    with caplog.at_level("WARNING", "ingress"):
+        for handle in (
+            declared("Small", "process", ("Histogram", small), ("Counter", {"name": "typed"})),
+            declared("Large", "process", ("Histogram", large), ("Gauge", {"name": "typed"})),
+            declared("A", "process", ("Counter", {"name": "tagged", "tag_keys": ("a",)})),
+            declared("B", "thread", ("Counter", {"name": "tagged", "tag_keys": ("b", "c")})),
+        ):
+            handle.remote().result()
+            handle.remote().result()
+        wait_until(lambda: caplog.text.count("is declared in two ways") == 3)
+    text = exposition(Snapshot(1.0, 1, metrics=collected())).decode()
+
+    here = f"at test_user_metrics.py:{line_of('getattr(serve.metrics, kind)')}"
+    assert (
+        f"'seconds' is declared in two ways: as a histogram with the boundaries [1.0, 10.0, 100.0] "
+        f"in deployment 'Large' {here}, and as a histogram with the boundaries [0.1, 1.0] in "
+        f"deployment 'Small' {here}; give both the same boundaries, or one of them another name. "
+        "/metrics shows both"
+    ) in caplog.text
+    assert (
+        f"as a gauge in deployment 'Large' {here}, and as a counter in deployment 'Small' {here}; "
+        "give one of them another name. /metrics shows only one of them"
+    ) in caplog.text
+    assert (
+        f"with the tags ['a'] in deployment 'A' {here}, and as a counter with the tags ['b', 'c'] "
+        f"in deployment 'B' {here}; give both the same tags"
+    ) in caplog.text
+    of = {
+        name: {"application": name, "deployment": name, "replica": "0"}
+        for name in ("Small", "Large", "A", "B")
+    }
+    shown = samples(text)
+    assert value(shown, "ray_seconds_bucket", **of["Small"], le="0.1") == 0
+    assert value(shown, "ray_seconds_bucket", **of["Large"], le="100.0") == 2
+    assert value(shown, "ray_tagged_total", **of["A"], a="x") == 2
+    assert value(shown, "ray_tagged_total", **of["B"], b="x", c="x") == 2
+    assert value(shown, "ray_typed_total", **of["Small"]) == 2
+    assert text.count("# TYPE ray_seconds histogram") == text.count("# TYPE ray_tagged_total") == 1
+    assert "# TYPE ray_typed gauge" not in text
+
+
+def test_of_two_series_with_the_same_labels_one_is_shown() -> None:
+    def told(boundaries: list[float], tags: list[str]) -> UserMetric:
+        series = UserSeries(["app", *["" for _ in tags]], 1, [1] * (len(boundaries) + 1))
+        return UserMetric("same", "histogram", "", ["application", *tags], boundaries, [series])
+
+    metrics = [told([1.0], []), told([2.0], []), told([1.0], ["a"])]
+    text = exposition(Snapshot(1.0, 1, metrics=metrics)).decode()
+    assert value(samples(text), "ray_same_count", application="app") == 2
+    assert text.count("ray_same_count") == 1
+    assert 'le="2.0"' not in text
 
 
 def test_an_infinite_boundary_is_the_last_bucket_that_is_always_there() -> None:
@@ -274,3 +369,18 @@ def test_what_registers_outside_of_a_replica_is_not_shared(shutdown: None) -> No
     Counter("mine", "Made by the test.", registry=registry)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         Counter("shared", "Made by the test.", registry=registry)
+
+
+def test_a_replica_registers_collectors_that_do_not_describe_themselves(
+    shutdown: None, tmp_path: Path
+) -> None:
+    @serve.deployment
+    class Mine:
+        def __call__(self) -> str:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry, str(tmp_path))
+            ProcessCollector(registry=registry)
+            return str(generate_latest(registry), "ascii")
+
+    handle = serve.run(Mine.bind(), route_prefix=None)
+    assert "process_cpu_seconds_total" in handle.remote().result()

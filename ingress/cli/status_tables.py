@@ -112,9 +112,9 @@ def deployments(
     """
     percentiles: Sequence[Literal["p50", "p95", "p99"]]
     percentiles = ("p99",) if charts else ("p50", "p95", "p99")
-    has_left = any(each["left"] for one in view["applications"] for each in one["deployments"])
-    left = ["left/s"] * has_left
-    heads = ["deployment", "status", "replicas", "run", "queue", "req/s", "err/s", *left]
+    every = [each for one in view["applications"] for each in one["deployments"]]
+    cancelled = ["cancel/s"] * any(each["cancelled"] for each in every)
+    heads = ["deployment", "status", "replicas", "run", "queue", "req/s", "err/s", *cancelled]
     heads += percentiles
     table = _table(heads, right_from=3)
     if charts:
@@ -139,7 +139,7 @@ def deployments(
             Text(str(each["queued"])),
             Text(_number(each["rate"])),
             Text(_number(each["errors"]), "bold red" if each["errors"] else ""),
-            *(Text(_number(each["left"]), "yellow") for _ in left),
+            *(Text(_number(each["cancelled"])) for _ in cancelled),
             *(Text(milliseconds(each[key])) for key in percentiles),
         ]
         if charts:

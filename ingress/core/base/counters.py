@@ -44,10 +44,12 @@ class Exemplar(NamedTuple):
 class Latency:
     """The latencies of one route's requests: `serve_deployment_processing_latency_ms`.
 
-    `exemplars` has the latest request of each bucket that has a trace.
+    `cancelled` counts those whose callers have cancelled them, or whose clients have left: they are
+    no errors. `exemplars` has the latest request of each bucket that has a trace.
     """
 
     errors: int = 0
+    cancelled: int = 0
     total_ms: float = 0.0
     buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_MS) + 1))
     exemplars: list[Exemplar | None] | None = None
@@ -64,6 +66,7 @@ class Latency:
     def merge(self, other: Latency) -> None:
         """Add the requests of another route, or of another process."""
         self.errors += other.errors
+        self.cancelled += other.cancelled
         self.total_ms += other.total_ms
         self.buckets = [a + b for a, b in zip(self.buckets, other.buckets, strict=True)]
         for bucket, each in enumerate(other.exemplars or ()):
@@ -84,6 +87,7 @@ class Latency:
         exemplars = self.exemplars
         return Latency(
             self.errors,
+            self.cancelled,
             self.total_ms,
             list(self.buckets),
             None if exemplars is None else list(exemplars),

@@ -26,7 +26,8 @@ class ReplicaCounts:
     """The counters of one replica. They are kept when the replica has ended.
 
     routes         processing times, by route template
-    errors         numbers of failed calls, by route template and type of the exception
+    errors         numbers of failed calls, by route template and type of the exception; calls that
+                   their callers have cancelled have not failed
     stalls         durations of its event loop's stalls, by method
     thread_waits   times that `def` calls waited for a worker thread, by lane; "" for no lane
     batches        batches and the calls in them, by function
@@ -208,7 +209,10 @@ class UserSeries:
 
 @dataclass(slots=True)
 class UserMetric:
-    """A metric of `serve.metrics`. `kind` is "counter", "gauge" or "histogram"."""
+    """A metric of `serve.metrics`. `kind` is "counter", "gauge" or "histogram".
+
+    `place` is the file and line of user code that declares it, "" if they are not known.
+    """
 
     name: str
     kind: str
@@ -216,6 +220,11 @@ class UserMetric:
     label_names: list[str]
     boundaries: list[float] = field(default_factory=list)
     series: list[UserSeries] = field(default_factory=list)
+    place: str = ""
+
+    def signature(self) -> tuple[str, str, tuple[str, ...], tuple[float, ...]]:
+        """Return what metrics must have in common for their series to be added up."""
+        return self.name, self.kind, tuple(self.label_names), tuple(self.boundaries)
 
     def shown_names(self) -> set[str]:
         """Return the names of its samples, without Ray's prefix, and its own, for OpenMetrics."""
@@ -369,18 +378,18 @@ def summed_http(parts: Iterable[list[HTTPCount]]) -> list[HTTPCount]:
 
 
 def merged_metrics(parts: Iterable[list[UserMetric]]) -> list[UserMetric]:
-    """Return the users' metrics of all processes: counters and gauges of one series are added."""
-    found: dict[str, UserMetric] = {}
-    series: dict[tuple[str, ...], UserSeries] = {}
+    """Return the users' metrics of all processes: counters and gauges of one series are added.
+
+    Metrics of one name that differ otherwise, such as those of two versions, stay apart.
+    """
+    found: dict[object, UserMetric] = {}
+    series: dict[object, UserSeries] = {}
     for part in parts:
         for each in part:
-            metric = found.setdefault(each.name, replace(each, series=[]))
-            if (metric.kind, metric.label_names, metric.boundaries) != (
-                each.kind, each.label_names, each.boundaries
-            ):  # fmt: skip
-                continue  # another version of the application
+            signature = each.signature()
+            metric = found.setdefault(signature, replace(each, series=[]))
             for one in each.series:
-                key = (each.name, *one.labels)
+                key = (signature, *one.labels)
                 if key not in series:
                     series[key] = replace(one, buckets=list(one.buckets))
                     metric.series.append(series[key])

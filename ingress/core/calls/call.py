@@ -24,6 +24,7 @@ from ingress.exceptions import (
     RequestCancelledError,
     RequestCycleError,
     RequestTimeoutError,
+    is_disconnect,
 )
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Work:
         return call.metadata.route
 
 
+EARLY_S = 0.001  # a timer may be this early: uvloop counts in whole ms
 NO_WORK = Work()
 """The work of calls that have none yet, or none any more, or that no replica runs."""
 NO_CONTEXT = Context()
@@ -250,10 +252,15 @@ class Call(Node):
         self._expire_parents()
         self.work.expire(self)
 
-    def cancel_late(self) -> None:
-        """Cancel the call, and count it among those whose deadline has passed."""
-        if self.cancel(self.timeout_error()) and self.queue is not None:
+    def cancel_late(self) -> bool:
+        """Cancel the call, and count it among those whose deadline has passed.
+
+        Returns False if the call was settled already.
+        """
+        is_first = self.cancel(self.timeout_error())
+        if is_first and self.queue is not None:
             self.queue.note_expired()
+        return is_first
 
     def _expire_parents(self) -> None:
         """Expire the calls that this call was made for, if their deadlines have come too.
@@ -306,6 +313,11 @@ class Call(Node):
         Its caller gets `error`, by default a `RequestCancelledError`. Returns False if the call was
         settled already.
         """
+        deadline = self.deadline if error is None else None
+        # Race with the timer of this call, for the deadline that it shares with its caller: it was
+        # not the caller's decision.
+        if deadline is not None and monotonic() >= deadline - EARLY_S:
+            return self.cancel_late()
         if not self.settle(error=error or RequestCancelledError(self.metadata.request_id)):
             return False
         self.is_interrupted = True
@@ -315,6 +327,16 @@ class Call(Node):
         if (self.queue is None or not self.queue.withdraw(self)) and self.runner is not None:
             self.runner.cancel(self)
         return True
+
+    def was_cancelled(self, failure: BaseException | None = None) -> bool:
+        """Return whether its caller has cancelled it, or its client has left: no failure.
+
+        `failure` is the error of its work, for a call that is not settled yet. A call that ended at
+        its deadline, or because its replica stopped, was not cancelled by its caller.
+        """
+        if self.settled:
+            return type(self.error) is RequestCancelledError or is_disconnect(self.error)
+        return is_disconnect(failure)
 
     def give_up(self, error: RayServeException) -> None:
         """End the call with an error, because its replica is stuck. Thread-safe."""

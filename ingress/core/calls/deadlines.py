@@ -15,14 +15,13 @@ import weakref
 from math import inf, isfinite
 from time import monotonic
 
-from ingress.core.calls.call import Call
+from ingress.core.calls.call import EARLY_S, Call
 from ingress.core.calls.loops import Mailbox, mailbox_of
 
 TIMEOUT_HEADER = b"x-request-timeout-seconds"
 
 # Between two checks of all deadlines, at least: those that end close together take one check.
 GRAIN_S = 0.005
-EARLY_S = 0.001  # a timer may be this early: uvloop counts in whole ms
 LONGEST_TIMER_S = 3600.0  # a client may ask for more than a timer can hold
 _LONGEST_NUMBER = 32  # characters; a header may have a million
 

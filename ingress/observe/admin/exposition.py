@@ -67,13 +67,19 @@ def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
     lines.add(_labels(state="ready"), (f.WORKERS, len(snapshot.workers)))
     lines.add(_labels(state="silent"), (f.WORKERS, len(snapshot.silent)))
     text = list(lines.text())
-    shown: set[str] = set()
+    groups: dict[str, list[UserMetric]] = {}
     for metric in snapshot.metrics:
-        # A process refuses a second metric with such a name, but two processes may have them.
+        # A process refuses a second metric with such a name, but two processes may have them. A
+        # name has one type in the text; tags and boundaries may differ from series to series.
         names = metric.shown_names()
-        if not lines.has(_name_of(metric)) and shown.isdisjoint(names):
-            shown |= names
-            text += _user_metric(metric, is_open_metrics=is_open_metrics)
+        there = [groups[name][0] for name in names if name in groups]
+        if all((each.name, each.kind) == (metric.name, metric.kind) for each in there):
+            group = groups[metric.name] if there else []
+            group.append(metric)
+            groups.update(dict.fromkeys(names, group))
+    for name, group in groups.items():
+        if name == group[0].name and not lines.has(_name_of(group[0])):
+            text += _user_metric(group, is_open_metrics=is_open_metrics)
     if is_open_metrics:
         text.append("# EOF\n")
     return "".join(text).encode(errors="replace")
@@ -223,9 +229,13 @@ def _add_counts(lines: _Lines, labels: str, counts: ReplicaCounts) -> None:
     """Add the counters of one replica id; with `--workers`, of that id in all workers."""
     lines.add(labels, (f.STARTS, counts.starts))
     for route, latency in counts.routes.items():
-        served = latency.count - latency.errors
-        of_route = (f.DEPLOYMENT_REQUESTS, served), (f.PROCESSING_LATENCY, latency)
-        lines.add(_and(labels, route=route), *of_route)
+        served = latency.count - latency.errors - latency.cancelled
+        lines.add(
+            _and(labels, route=route),
+            (f.DEPLOYMENT_REQUESTS, served),
+            (f.CANCELLED, latency.cancelled),
+            (f.PROCESSING_LATENCY, latency),
+        )
     for route, types in counts.errors.items():
         for name, count in types.items():
             lines.add(_and(labels, route=route, exception_type=name), (f.DEPLOYMENT_ERRORS, count))
@@ -323,18 +333,29 @@ def _name_of(metric: UserMetric) -> str:
     return f"ray_{metric.name}{'_total' if metric.kind == COUNTER else ''}"
 
 
-def _user_metric(metric: UserMetric, *, is_open_metrics: bool) -> Iterator[str]:
-    """Yield the lines of a user's metric, spelled as Ray spells it."""
-    name = _name_of(metric)
-    yield _head(name, metric.kind, metric.description, is_open_metrics)
-    template = _template(metric.boundaries)
-    for each in metric.series:
-        labels = _labels(**dict(zip(metric.label_names, each.labels, strict=True)))
-        yield (
-            _histogram(name, labels, template, each.buckets, each.value)
-            if metric.kind == HISTOGRAM
-            else f"{name}{{{labels}}} {_number(each.value)}\n"
-        )
+def _user_metric(group: list[UserMetric], *, is_open_metrics: bool) -> Iterator[str]:
+    """Yield the lines of a user's metric, spelled as Ray spells it.
+
+    `group` has the metrics of its name, whose tags or boundaries differ. Prometheus would drop the
+    second of two series with the same labels, or the whole text.
+    """
+    name, kind = _name_of(group[0]), group[0].kind
+    yield _head(name, kind, group[0].description, is_open_metrics)
+    shown: set[frozenset[tuple[str, str]]] = set()
+    for metric in group:
+        template = _template(metric.boundaries)
+        for each in metric.series:
+            named = dict(zip(metric.label_names, each.labels, strict=True))
+            key = frozenset(item for item in named.items() if item[1])
+            if key in shown:
+                continue
+            shown.add(key)
+            labels = _labels(**named)
+            yield (
+                _histogram(name, labels, template, each.buckets, each.value)
+                if kind == HISTOGRAM
+                else f"{name}{{{labels}}} {_number(each.value)}\n"
+            )
 
 
 def _number(value: float) -> str:

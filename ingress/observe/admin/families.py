@@ -68,7 +68,7 @@ DEPLOYMENT_ERRORS = Family(
     "ray_serve_deployment_error_counter_total",
     COUNTER,
     (*_ROUTE, "exception_type"),
-    "Calls that raised an exception, or were cancelled.",
+    "Calls that raised an exception, or whose deadline passed.",
 )
 PROCESSING_LATENCY = Family(
     "ray_serve_deployment_processing_latency_ms",
@@ -204,6 +204,12 @@ RETRIES = Family(
     COUNTER,
     _DEPLOYMENT,
     "Calls that were sent to another replica.",
+)
+CANCELLED = Family(
+    "ingress_requests_cancelled_total",
+    COUNTER,
+    _ROUTE,
+    "Calls on a replica that their callers have cancelled, or whose clients have left.",
 )
 EXPIRED = Family(
     "ingress_requests_expired_total", COUNTER, _DEPLOYMENT, "Calls whose deadline passed."

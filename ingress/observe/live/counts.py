@@ -29,13 +29,14 @@ def _of_requests(router: Router) -> dict[tuple[str, str], Sums]:
             if status == CLIENT_LEFT:  # its time is the client's, not an answer's
                 found[f"{method} {status}", route] = count, 0, count, 0.0, (0,) * len(buckets)
             else:
-                found[f"{method} {status}", route] = count, errors, 0, each.total_ms, buckets
+                sums = count, errors, each.cancelled, each.total_ms, buckets
+                found[f"{method} {status}", route] = sums
     return found
 
 
 def _sums(latency: Latency) -> Sums:
     buckets = tuple(latency.buckets)
-    return sum(buckets), latency.errors, 0, latency.total_ms, buckets
+    return sum(buckets), latency.errors, latency.cancelled, latency.total_ms, buckets
 
 
 def _of_replica(replica: Replica) -> Sums:

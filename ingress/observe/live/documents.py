@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypedDict
 from ingress.telemetry.logs.last_lines import LogLine
 
 Sums = tuple[int, int, int, float, tuple[int, ...]]
-"""Calls that have ended, those of them that failed, those whose client left before the answer;
-the duration of the others in ms, and its buckets.
+"""Calls that have ended, those of them that failed, those that their callers have cancelled; the
+duration in ms, and its buckets, of all but those whose client left before the answer.
 """
 
 Deployment = tuple[str, str]
@@ -157,12 +157,14 @@ class ReplicaNow(TypedDict):
 class ReplicaOfServer(ReplicaNow):
     """The same in the view of a server. `process` is the id of the server's process.
 
-    `rate` and `errors` are the calls a second of the last minute, and those that failed.
+    `rate`, `errors` and `cancelled` are the calls a second of the last minute, those that failed,
+    and those that their callers have cancelled.
     """
 
     process: int
     rate: float
     errors: float
+    cancelled: float
 
 
 # Parts.
@@ -366,10 +368,15 @@ class Ask(Protocol):
 
 
 class Rates(TypedDict):
-    """Requests, errors and clients that left, a second; latencies of answers in ms, or `None`."""
+    """Rates a second, and latencies of answers in ms, or `None`.
+
+    `cancelled` are the requests whose callers cancelled them or left, no errors; `left` are those
+    of them whose clients left before the answer began, which are in no latency.
+    """
 
     rate: float
     errors: float
+    cancelled: float
     left: float
     p50: float | None
     p95: float | None

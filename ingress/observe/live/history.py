@@ -31,6 +31,7 @@ from ingress.observe.live.documents import (
 STEP_S = 5.0
 POINTS = 180
 WINDOW_S = 60.0
+DIGITS = 6  # of rates, whose shares are told to a tenth of a percent
 RECENT = 24  # intervals of a small chart: two minutes
 PROCESSES = 1000  # whose last counters are remembered; workers that have ended count too
 
@@ -134,10 +135,10 @@ class History:
             }
 
     def has_trouble(self) -> bool:
-        """Return whether calls fail, wait or are refused, or clients leave."""
+        """Return whether calls fail, wait or are refused."""
         rates, _ = self.window()
         return (
-            any(each["errors"] or each["left"] for each in rates.values())
+            any(each["errors"] for each in rates.values())
             or any(self._now.queued.values())
             or any(self.refused().values())
         )
@@ -191,6 +192,7 @@ def _minus(one: Sums, other: Sums) -> Sums:
 NO_RATES: Rates = {
     "rate": 0.0,
     "errors": 0.0,
+    "cancelled": 0.0,
     "left": 0.0,
     "p50": None,
     "p95": None,
@@ -200,17 +202,19 @@ NO_RATES: Rates = {
 
 
 def _rates(sums: Sums, span_s: float) -> Rates:
-    count, errors, left, total_ms, buckets = sums
+    count, errors, cancelled, total_ms, buckets = sums
     if count <= 0:
         return {**NO_RATES}
+    answered = sum(buckets)
     return {
-        "rate": round(count / span_s, 3),
-        "errors": round(errors / span_s, 3),
-        "left": round(left / span_s, 3),
+        "rate": round(count / span_s, DIGITS),
+        "errors": round(errors / span_s, DIGITS),
+        "cancelled": round(cancelled / span_s, DIGITS),
+        "left": round((count - answered) / span_s, DIGITS),
         "p50": percentile(buckets, 0.5, total_ms),
         "p95": percentile(buckets, 0.95, total_ms),
         "p99": percentile(buckets, 0.99, total_ms),
-        "mean": round(total_ms / (count - left), 2) if count > left else None,
+        "mean": round(total_ms / answered, 2) if answered else None,
     }
 
 

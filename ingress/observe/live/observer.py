@@ -37,7 +37,6 @@ OVER_S = 5.0
 OVER = {
     "errors": "no request has failed for a minute",
     "held": "its calls end again",
-    "left": "no client has left for a minute",
     "memory": "the memory does not grow any more",
     "queue": "no request waits for a slot",
     "replica": "no replica fails more than the others",

@@ -5,7 +5,10 @@ A deployment with a bad one is in a state of its own, which `serve.status()` doe
 
     HELD      calls wait, and none of those in the slots ends
     STALLED   an event loop does not turn
-    FAILING   calls fail, or clients leave before their answer begins
+    FAILING   calls fail
+
+Calls that their callers cancel, such as streams that a client stops reading, are no failures: they
+count neither among the failed nor among the others.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ingress.observe.live.documents import (
     ApplicationView,
@@ -29,14 +32,15 @@ from ingress.observe.live.documents import (
 from ingress.telemetry.watchdog.records import StallReason
 
 BAD = ("DEPLOY_FAILED", "UNHEALTHY")
-LOGGED = frozenset(("errors", "held", "left", "memory", "queue", "replica"))
+LOGGED = frozenset(("errors", "held", "memory", "queue", "replica"))
 """The kinds of problems that the observer logs; the others have a log record already."""
 SILENT = "does not answer"
-FAILING = 0.05  # share of requests without a good answer that is bad
+FAILING = 0.05  # share of failed requests that is bad, or of clients that leave that is a remark
 HELD_S = 3.0
 """Seconds for which all slots may be held, and no call ends, while others wait."""
 USUALLY = 2.0  # times the 99th percentile, for calls that usually take longer
 WORSE = 4.0  # times as many of one replica's calls fail as of the others'
+LEAST = 1e-5  # calls a second: fewer are a rounding of none
 FEW = 0.1  # failed calls a second of a replica that are too few to tell
 MIB = 1 << 20
 GROWS, GROWS_BYTES = 0.25, 64 * MIB  # in an hour
@@ -151,12 +155,17 @@ def _words(
             text += f". {_waits_for(replicas, all_replicas) or _advice(deployment, running)}"
         found.append(("queue", "warn", text, ""))
     found += [("replica", "bad", text, "FAILING") for text in _failing(replicas, failed)]
-    if deployment["errors"]:
+    share = _failed_of([deployment])
+    if (percent := f"{share:.1%}") != "0.0%":
         error = _most_failed(failed)
         more = error and f", most of them with {error}"
-        found.append(_share(deployment, "errors", "of its requests failed", more))
-    if deployment["left"]:
-        found.append(_share(deployment, "left", "of its clients left before their answer began"))
+        text = f"{percent} of its requests failed in the last minute{more}"
+        level, state = ("bad", "FAILING") if share >= FAILING else ("warn", "")
+        found.append(("errors", level, text, state))
+    left = deployment["left"] / max(deployment["rate"], deployment["left"], LEAST)
+    if left >= FAILING:
+        text = f"{left:.1%} of its clients left before their answer began in the last minute"
+        found.append(("left", "warn", text, ""))
     if deployment["orphans"]:
         runs = _count(deployment["orphans"], "call runs", "calls run")
         text = f"{runs} on although the client has left or the deadline has passed"
@@ -164,13 +173,11 @@ def _words(
     return found
 
 
-def _share(
-    deployment: DeploymentView, what: Literal["errors", "left"], words: str, more: str = ""
-) -> Words:
-    share = deployment[what] / max(deployment["rate"], deployment[what])
-    text = f"{share:.1%} {words} in the last minute{more}"
-    is_bad = share >= FAILING
-    return (what, "bad", text, "FAILING") if is_bad else (what, "warn", text, "")
+def _failed_of(several: Sequence[DeploymentView | ReplicaOfServer]) -> float:
+    """Return the share of failed calls among those that were not cancelled; 0.0 without any."""
+    errors = sum(each["errors"] for each in several)
+    others = sum(each["rate"] - each["cancelled"] for each in several)
+    return errors / max(errors, others, LEAST)
 
 
 def is_held(deployment: DeploymentView) -> bool:
@@ -311,12 +318,12 @@ def _failing(replicas: Sequence[ReplicaOfServer], failed: Sequence[Mapping[str, 
     """Return the words for each replica that fails far more of its calls than the others do."""
     found = []
     for each in replicas:
-        others = [one for one in replicas if one is not each and one["rate"]]
-        rate = sum(one["rate"] for one in others)
-        if each["errors"] < FEW or not rate:
+        others = [
+            one for one in replicas if one is not each and one["rate"] > one["cancelled"] + LEAST
+        ]
+        if each["errors"] < FEW or not others:
             continue
-        share = each["errors"] / max(each["rate"], each["errors"])
-        of_others = sum(one["errors"] for one in others) / rate
+        share, of_others = _failed_of([each]), _failed_of(others)
         if share >= FAILING and share > WORSE * of_others:
             name = f"{each['deployment']}#{each['replica']}"
             process = f" in process {each['pid']}" if each["pid"] else ""

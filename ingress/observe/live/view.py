@@ -95,7 +95,13 @@ def view_of(
 def _replica(now: ReplicaNow, pid: int, rates: Mapping[Route, Rates]) -> ReplicaOfServer:
     route = now["application"], now["deployment"], of_replica(pid, now["replica"])
     own = rates.get(route, NO_RATES)
-    return {**now, "process": pid, "rate": own["rate"], "errors": own["errors"]}
+    return {
+        **now,
+        "process": pid,
+        "rate": own["rate"],
+        "errors": own["errors"],
+        "cancelled": own["cancelled"],
+    }
 
 
 def _application(

@@ -509,6 +509,8 @@ class Reply:
         latency.buckets[bucket] += 1
         if TRACING.tracer is not None:
             note_exemplar(call, latency, bucket, latency_ms)
+        if not self.status or (call.error is not None and call.was_cancelled()):
+            latency.cancelled += 1
         if self.status >= 500 and (call.error is None or call.runner is None):
             self._note_failure(call)  # of which the replica does not know
 

@@ -52,7 +52,9 @@ def _sharing(register: Any) -> Any:
             register(registry, collector)
             return
         mine = replica.replica_id
-        key = (type(collector), tuple(each.name for each in collector.describe()))
+        # Not each of that library's collectors has it: `MultiProcessCollector` does not.
+        describe = getattr(collector, "describe", tuple)
+        key = (type(collector), tuple(each.name for each in describe()))
         # Race of two replicas that start: without the lock, the second one could be refused before
         # the first one's metric is noted.
         with _lock:

@@ -415,9 +415,12 @@ class Replica:
         latency.buckets[bucket] += 1
         if TRACING.tracer is not None:
             note_exemplar(call, latency, bucket, latency_ms)
-        if failure is not None:
+        if (failure is not None or call.settled) and call.was_cancelled(failure):
+            latency.cancelled += 1
+        elif failure is not None:
             latency.errors += 1
             self._count_error(route, type(failure).__name__)
+        if failure is not None:
             note_end(call, self.replica_id, ended, failure)
         elif ended - call.started_at >= NOTABLE.least_s:
             note_end(call, self.replica_id, ended, None)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from os.path import basename
+from types import FrameType
 from typing import Any, Self
 
 from ingress.context import REPLICA
+from ingress.core.base.libraries import is_library
 from ingress.core.base.snapshot import UserMetric, encodable
 from ingress.request_context import get_request_context
 from ingress.telemetry.metrics.series import OF_REPLICA, defined, lock
@@ -48,8 +52,8 @@ class _Metric:
         self._theirs: Any = None
         self._definition = defined(self, UserMetric(
             name, self.kind, description, [*OF_REPLICA, *self._tag_keys],
-            [*self._boundaries],
-        ))  # fmt: skip
+            [*self._boundaries], place=_place(),
+        ), self._of_replica[1])  # fmt: skip
 
     def set_default_tags(self, default_tags: dict[str, str]) -> Self:
         """Set tags that each record has, unless it gives others. Returns the metric itself."""
@@ -243,6 +247,14 @@ def check(metric: UserMetric) -> None:
         or any(len(e.labels) != len(keys) or len(e.buckets) != buckets for e in metric.series)
     ):
         raise ValueError(f"metric {metric.name!r} is no {metric.kind} with the tags {keys}")
+
+
+def _place() -> str:
+    """Return the line of user code that this is called for, "" if there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _check_number(value: object) -> None:
