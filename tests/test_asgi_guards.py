@@ -242,7 +242,7 @@ def test_a_class_that_takes_the_name_of_its_base_redefines_its_guards(app: FastA
         def user(self, token: Token = "") -> str:
             return refuse(token)
 
-        def anybody(self, token: str = "") -> str:  # type: ignore[override]
+        def anybody(self, token: str = "") -> str:
             return refuse(token)
 
     assert statuses(ingress(app)(Secured), "/user", "/anybody") == [401, 401]
