@@ -25,7 +25,7 @@ from ingress.app.asgi.guard import Guard, guarded
 from ingress.app.asgi.methods import Methods, Target, classes_of
 from ingress.app.asgi.parts import Part, app_parts
 from ingress.app.asgi.responses import error_response, refusal
-from ingress.app.asgi.route_index import RouteIndex
+from ingress.app.asgi.route_index import RouteIndex, RouteList
 from ingress.app.asgi.routes import (
     RouteInfo,
     RouteTree,
@@ -167,7 +167,7 @@ class BoundRoutes:
             clone.router.routes = _with_own_docs(clone)
             if "openapi" in vars(self.app):
                 clone.openapi = self._custom_openapi
-        clone.router.routes += added
+        clone.router.routes = RouteList([*clone.router.routes, *added])
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app, with their roles in `execution`."""

@@ -296,8 +296,7 @@ def nodes_of_route(route: Any, *, with_endpoint: bool = False) -> Iterator[Depen
 
 def target_of(route: Any) -> Target | None:
     """Return the target of a cloned route, `None` for another."""
-    call: Any = getattr(getattr(route, "dependant", None), "call", None)
-    return getattr(call, "__ingress_target__", None)
+    return getattr(getattr(route, "original_route", route), "_ingress_target", None)
 
 
 def functions_of(dependant: Dependant) -> Iterator[Callable[..., object]]:

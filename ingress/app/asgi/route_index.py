@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 from fastapi.routing import APIRoute, APIRouter
@@ -31,6 +32,38 @@ _OWN = frozenset(("matches", "handle"))
 """The methods of a route that it may have been given as attributes."""
 
 
+class RouteList(list[BaseRoute]):
+    """The routes of a clone, with a count of their changes.
+
+    Two routes with the same path and function are equal, and may have other dependencies. A count
+    is also faster than a comparison at each request.
+    """
+
+    __slots__ = ("changes",)
+
+    def __init__(self, routes: Iterable[BaseRoute] = ()) -> None:
+        super().__init__(routes)
+        self.changes = 0
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    change = getattr(list, name)
+
+    @wraps(change)
+    def changed(self: RouteList, *args: Any, **options: Any) -> Any:
+        self.changes += 1
+        return change(self, *args, **options)
+
+    return changed
+
+
+for _name in (
+    "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
+    "__delitem__", "__iadd__", "__imul__", "__setitem__",
+):  # fmt: skip
+    setattr(RouteList, _name, _counted(_name))
+
+
 @dataclass(eq=False, slots=True)
 class RouteIndex:
     """An index in front of a router's `app`. Owned by the user loop.
@@ -55,6 +88,8 @@ class RouteIndex:
     router: Router
     _is_used: bool = field(default_factory=lambda: not why_not_compiled())
     _routes: list[BaseRoute] = field(default_factory=list)
+    _list: Any = None
+    _changes: int = 0
     _paths: set[str] = field(default_factory=set)
     _beginnings: set[str] = field(default_factory=set)
     _lengths: list[int] = field(default_factory=list)
@@ -68,7 +103,8 @@ class RouteIndex:
     def find(self, scope: Scope) -> ASGIApp:
         """Return the app that answers a request; if it is a route's, the scope has its match."""
         router = self.router
-        if router.routes != self._routes:  # also when user code adds a route later
+        routes = router.routes
+        if routes is not self._list or routes.changes != self._changes:
             self._index()
         if not self._is_used or scope["type"] != "http":
             return router.app
@@ -97,7 +133,11 @@ class RouteIndex:
 
     def _index(self) -> None:
         known = set(map(id, self._routes))
-        self._routes = list(self.router.routes)
+        if type(self.router.routes) is not RouteList:  # user code has made a list of its own
+            self.router.routes = RouteList(self.router.routes)
+        self._list = self.router.routes
+        self._changes = self._list.changes
+        self._routes = list(self._list)
         for route in self._routes if known else ():
             if id(route) not in known:
                 refuse_added(route)

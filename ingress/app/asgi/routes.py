@@ -228,8 +228,10 @@ class RouteTree:
                 "layer that keeps what it wraps as `self.app` or in its closure."
             )
         call: Any = route.dependant.call
-        # Integrations wrap the call when a route is made: then the clone's is wrapped as well.
-        if call is not route.endpoint and hasattr(clone.dependant.call, "__ingress_target__"):
+        # A replica has made the route, or an integration wraps the call of each, and so also the
+        # clone's.
+        is_own = call is route.endpoint or hasattr(call, "__ingress_target__")
+        if not is_own and clone.dependant.call in self.dependencies.endpoints.values():
             raise TypeError(
                 f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was "
                 "replaced after the route was made. Decorate it below the route."
@@ -325,6 +327,7 @@ def rebuilt(route: Any, endpoint: Callable[..., object], **given: Any) -> Any:
         if getattr(route, "stream_item_type", None) is not None or _is_inferred(route):
             options["response_model"] = Default(None)
     clone = copied(route)
+    clone._ingress_target = endpoint.__ingress_target__  # type: ignore[attr-defined]
     if kind(endpoint) in GENERATORS:
         clone.__class__ = _closing(route.__class__)
     # Not the constructor of a user's class: its changes are in the attributes already.
