@@ -1210,6 +1210,54 @@ class Delegating(Layer):
         return getattr(self.app, name)
 
 
+class Switch(Layer):
+    is_open = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.app if self.is_open else PlainTextResponse("no", 401))(scope, receive, send)
+
+
+@pytest.mark.parametrize("place", ["app", "handle", "mount", "stack"])
+def test_what_is_set_on_a_layer_of_the_users_counts_in_all_replicas(
+    place: str, app: FastAPI
+) -> None:
+    cls, route = one_route(app)
+    path = "/"
+    if place in ("app", "handle"):
+        switch = Switch(getattr(route, place))
+        setattr(route, place, switch)
+    elif place == "mount":
+        inner, path = FastAPI(), "/in/"
+        inner.get("/")(lambda: "K")
+        app.mount("/in", inner)
+        mount: Any = app.routes[-1]
+        mount.app = switch = Switch(mount.app)
+    else:
+        app.middleware_stack = switch = Switch(app.build_middleware_stack())
+    with serve(cls, replicas=2) as client:
+        assert [client.get(path).json() for _ in range(2)] == ["K", "K"]
+        switch.is_open = False
+        assert [client.get(path).status_code for _ in range(2)] == [401, 401]
+
+
+def test_a_class_of_the_users_hears_of_no_subclass(app: FastAPI) -> None:
+    class Final(FastAPI):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("final")
+
+        def setup(self) -> None:
+            assert not hasattr(self, "is_set_up")
+            self.is_set_up = True
+            super().setup()
+
+    app = Final()
+    cls, route = one_route(app)
+    route.app = Switch(route.app)
+    with serve(cls) as client:
+        assert client.get("/").json() == "K"
+        assert client.get("/openapi.json").status_code == 200
+
+
 def test_a_layer_around_the_handler_of_a_route_class_stays_there(app: FastAPI) -> None:
     class Timed(APIRoute):
         def get_route_handler(self) -> Any:

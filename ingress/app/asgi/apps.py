@@ -268,7 +268,7 @@ def _with_own_docs(clone: Any) -> list[BaseRoute]:
     """
     routes: list[BaseRoute] = clone.router.routes
     clone.router.routes = []
-    clone.setup()
+    FastAPI.setup(clone)  # not that of a class of the user's, which ran for the user's app
     own = {_identity(route): route for route in clone.router.routes}
     return [_renewed(route, own.get(_identity(route))) for route in routes]
 

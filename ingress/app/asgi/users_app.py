@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi.unbound import refusal
 from ingress.context import REPLICA
+from ingress.core.base.foreign import subclass
 
 APPS_LOCK = threading.RLock()
 """Held while a user's app is read or changed. Two deployments may share one app and be built in two
@@ -35,6 +36,9 @@ _SHOWN: ContextVar[Starlette] = ContextVar("ingress_shown")
 
 class UsersApp:
     """A base of the classes of users' apps. Thread-safe, as far as their own class is."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Keep a class of the user's from counting, or refusing, its subclasses."""
 
     _ingress_class: type
     """The class that the user's app had."""
@@ -95,9 +99,8 @@ def mark_clone(clone: Starlette, app: Starlette) -> None:
     def put(_: Starlette, value: object) -> None:
         setattr(app, _OF_ALL, value)
 
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     of_all = property(lambda _: getattr(app, _OF_ALL), put)
-    clone.__class__ = type(base.__name__, (base,), {**names, _OF_ALL: of_all})
+    clone.__class__ = subclass(base, {_OF_ALL: of_all})
     vars(clone).pop(_OF_ALL, None)
     vars(clone)[_USERS_APP] = app
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from ingress.app.asgi.compat import base_app
 from ingress.app.asgi.guard import Guard, guard_below, guarded
 from ingress.app.asgi.methods import contents_of
-from ingress.core.base.foreign import copied, dict_of, slots_of, stored
+from ingress.core.base.foreign import dict_of, sharing, slots_of, stored
 
 _LIBRARIES = ("fastapi.", "starlette.", "ingress.")
 _NO_LAYERS = (BaseRoute, Router, Starlette, ModuleType, type)
@@ -32,11 +32,10 @@ def rebased(stack: Any, end: ASGIApp, new_end: ASGIApp) -> Any:
     if not hasattr(stack, "app"):  # not a chain
         kept = put_around(stack, lambda value: new_end if _is(value, end) else None)
         return stack if kept is None else kept
-    layer, inner = copied(stack), rebased(stack.app, end, new_end)
-    if not isinstance(layer, Guard) and not isinstance(inner, Guard):
-        inner = guard_below(type(layer))(inner)
-    layer.app = inner
-    return layer
+    inner = rebased(stack.app, end, new_end)
+    if not isinstance(stack, Guard) and not isinstance(inner, Guard):
+        inner = guard_below(type(stack))(inner)
+    return sharing(stack, {"app": inner})
 
 
 def take_methods(router: Router, clone: Router) -> None:
@@ -181,10 +180,7 @@ def _with_new_parts(layer: Any, swap: Swap, seen: dict[int, Any]) -> Any:
         args, named = values[: len(layer.args)], values[len(layer.args) :]
         return partial(layer.func, *args, **dict(zip(layer.keywords, named, strict=True)))
     if kind is not FunctionType:
-        made = copied(layer)
-        for name, value in inner.items():
-            object.__setattr__(made, name, value)
-        return made
+        return sharing(layer, inner)
     code = layer.__code__
     cells = zip(code.co_freevars, layer.__closure__ or (), strict=True)
     closure = tuple(CellType(inner[name]) if name in inner else cell for name, cell in cells)

@@ -98,6 +98,48 @@ def copied(value: T) -> T:
     return made
 
 
+def subclass(cls: type, own: dict[str, object]) -> Any:
+    """Return a subclass with the class's name, of which user code is not told."""
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (cls,) if issubclass(cls, _Untold) else (_Untold, cls)
+    return type(cls)(cls.__name__, bases, {**names, **own})
+
+
+class _Untold:
+    def __init_subclass__(cls, **options: object) -> None:
+        """Keep a class of the user's from counting, or refusing, its subclasses."""
+
+
+class _Instead:
+    """An attribute in the place of one that an object shares with another."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        return self if instance is None else self.value
+
+    def __set__(self, instance: object, value: object) -> None:
+        self.value = value
+
+
+def sharing(value: T, instead: dict[str, object]) -> T:
+    """Return an object with other values of some attributes; all others it shares with `value`."""
+    names: dict[str, object] = {name: _Instead(each) for name, each in instead.items()}
+    try:
+        made: T = object.__new__(subclass(type(value), names))
+        object.__setattr__(made, "__dict__", dict_of(value))
+    except TypeError:
+        made = copied(value)
+        for name, each in instead.items():
+            object.__setattr__(made, name, each)
+        return made
+    for slot, each in slots_of(value):
+        if slot.__name__ not in names:
+            slot.__set__(made, each)
+    return made
+
+
 def dict_of(value: object) -> dict[str, object]:
     """Return the instance's own attributes; an empty dict if it has no place for any."""
     for cls in mro_of(type(value)):
