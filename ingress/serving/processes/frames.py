@@ -162,7 +162,7 @@ class Frames:
         self._loop = asyncio.get_running_loop()
         # Not the context of the call that posts: a timer would hold that call's value.
         self._context = Context()
-        self._out: list[bytes | memoryview] = []  # posted in this turn of the loop
+        self._out: list[bytes] = []  # posted in this turn of the loop
         self._chunks: deque[tuple[bytes | memoryview, int]] = deque()  # to write, with descriptors
         self._is_due = self._is_waiting = False
         self._buffer = bytearray(_READ)
@@ -202,7 +202,8 @@ class Frames:
         pieces = _pieces(parts)
         length = sum(map(len, pieces))
         if length < LARGE:
-            self._out += (HEAD.pack(length, call, kind, _PARTS), *pieces)
+            # Copied now: user code may change an array before the turn of the loop ends.
+            self._out.append(b"".join((HEAD.pack(length, call, kind, _PARTS), *pieces)))
             return
         if not self.is_open:
             return

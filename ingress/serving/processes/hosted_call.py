@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from ingress.app.asgi import route_template
-from ingress.app.asgi.chunks import parts_of
+from ingress.app.asgi.chunks import parts_of, with_bytes
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES
@@ -204,6 +204,8 @@ class HostedRequest(Work, Waiters):
 
     async def _send(self, message: Message) -> None:
         kind = message["type"]
+        if type(message.get("body")) is not bytes and kind != RESPONSE_START:
+            message = with_bytes(message)
         if self._is_streaming or not self._is_http:
             await self._stream(message)
         elif kind == RESPONSE_START:
@@ -214,7 +216,7 @@ class HostedRequest(Work, Waiters):
             start = self._start
             if start is None:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
-            self._answer = response_as_sent(start, bytes(message.get("body", b"")))
+            self._answer = response_as_sent(start, message.get("body", b""))
             self._complete()
             # If the work ends in this turn of the loop, its last frame brings the response.
             asyncio.get_running_loop().call_soon(self.flush)
@@ -247,7 +249,7 @@ class HostedRequest(Work, Waiters):
         if kind == RESPONSE_BODY and message.get("more_body"):
             for part in parts_of(message.get("body", b"")):
                 if len(part) < LARGE:
-                    await self._post(Kind.CHUNK, bytes(part))
+                    await self._post(Kind.CHUNK, part)
                 else:  # a content that is not pickled cannot say that it did not arrive
                     await self._post(Kind.OUTPUT, message_as_sent({**message, "body": part}))
             return
