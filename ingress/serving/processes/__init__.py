@@ -15,6 +15,7 @@
                      directions
     messages         the kinds of frames and their contents
     code             the user's class and its arguments, as they travel
+    uploads          uploaded files, as they travel
     errors           exceptions that cross, and descriptions of a process's end
     output           its standard output and error, and its log records
     page             the few numbers that a child leaves behind even if it is killed

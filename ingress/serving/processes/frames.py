@@ -37,6 +37,7 @@ from typing import Any, TypeAlias
 
 from ingress.exceptions import UserCodeExit
 from ingress.serving.processes.segments import IDLE_S, Received, Segments, unreceived
+from ingress.serving.processes.uploads import dumps_with_uploads
 
 PICKLE = 5  # the protocol
 LARGE = 1 << 16  # bytes of a content from which on it crosses in shared memory
@@ -70,6 +71,7 @@ class FrameError(Exception):
 
 
 _dumps: Callable[..., bytes] = pickle.dumps
+_pickler: Callable[..., Any] = pickle.Pickler
 
 
 def pickle_by_value() -> None:
@@ -77,8 +79,9 @@ def pickle_by_value() -> None:
 
     Those of a notebook, and those made in functions. It needs cloudpickle, which is slower.
     """
-    global _dumps
-    _dumps = import_module("cloudpickle").dumps
+    global _dumps, _pickler
+    cloudpickle = import_module("cloudpickle")
+    _dumps, _pickler = cloudpickle.dumps, cloudpickle.Pickler
 
 
 def dumps(value: object) -> bytes:
@@ -89,7 +92,7 @@ def dumps(value: object) -> bytes:
 def encode(value: object) -> Content:
     """Return a value as a content. The arrays in it are copied once, into the frame."""
     buffers: list[pickle.PickleBuffer] = []
-    content = _written(value, buffer_callback=buffers.append)
+    content = _written(value, buffers)
     return [content, *(each.raw() for each in buffers)] if buffers else content
 
 
@@ -106,10 +109,16 @@ def loads(content: bytes | memoryview, buffers: Buffers = ()) -> Any:
         raise UserCodeExit(error, "a value that arrived") from error
 
 
-def _written(value: object, **options: Any) -> bytes:
+def _written(value: object, buffers: list[pickle.PickleBuffer] | None = None) -> bytes:
     """Return the pickle of a value, whose code may raise anything: also here, it ends no loop."""
+    callback = None if buffers is None else buffers.append
     try:
-        return _dumps(value, PICKLE, **options)
+        try:
+            return _dumps(value, PICKLE, buffer_callback=callback)
+        except Exception:  # of a large upload, maybe: a pickler that asks for each object is slow
+            if buffers:
+                buffers.clear()
+            return dumps_with_uploads(_pickler, value, PICKLE, callback)
     except Exception:
         raise
     except BaseException as error:
