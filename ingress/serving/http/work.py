@@ -246,6 +246,8 @@ class HTTPWork(Work):
 
 def _has_length(start: Message) -> bool:
     """Return whether the body follows the start at once, so that both can be sent together."""
+    if start.get("trailers"):
+        return False  # they follow the body
     for name, _ in start.get("headers", ()):  # noqa: SIM110 - a generator costs 0.3 us
         if name == b"content-length":
             return True

@@ -210,7 +210,8 @@ class HostedRequest(Work, Waiters):
             await self._stream(message)
         elif kind == RESPONSE_START:
             self._start = message
-            if b"content-length" not in [name for name, _ in message.get("headers", ())]:
+            has_length = b"content-length" in [name for name, _ in message.get("headers", ())]
+            if not has_length or message.get("trailers"):
                 await self._stream(message)  # the body may take a while
         elif kind == RESPONSE_BODY and not message.get("more_body"):
             start = self._start
@@ -253,7 +254,7 @@ class HostedRequest(Work, Waiters):
                 else:  # a content that is not pickled cannot say that it did not arrive
                     await self._post(Kind.OUTPUT, message_as_sent({**message, "body": part}))
             return
-        if kind == RESPONSE_START:
+        if kind.endswith(RESPONSE_START):  # also that of a refused WebSocket
             message = {**message, "headers": plain(message.get("headers", ()))}
         elif kind == RESPONSE_BODY:
             message = {"type": kind, "body": message.get("body", b""), "more_body": False}
