@@ -186,6 +186,9 @@ class HTTPWork(Work):
     def interrupt(self) -> None:
         self.reply.post(self.reply.close)
 
+    def hear(self, *, is_heard: bool) -> None:
+        self.is_heard = is_heard
+
     def give_up(self, call: Call, error: RayServeException) -> None:
         reply = self.reply
         if not self.reply.is_http and reply.is_stream:  # else it is refused, with the error

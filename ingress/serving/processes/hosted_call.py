@@ -20,6 +20,7 @@ from ingress.app.asgi.chunks import parts_of, with_bytes
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES
+from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
 from ingress.serving.processes.errors import unsendable
 from ingress.serving.processes.frames import LARGE, Content, Frames, encode, size_of_content
@@ -127,6 +128,7 @@ class HostedRequest(Work, Waiters):
         "_taken",
         "_template",
         "call",
+        "is_heard",
         "scope",
     )
     call: HostedCall
@@ -140,7 +142,7 @@ class HostedRequest(Work, Waiters):
         self.futures = ()  # of `receive`; most requests arrive as a whole
         self._start: Message | None = None
         self._answer: Content | None = None  # a complete response that is not sent yet
-        self._is_streaming = self._is_complete = self._is_gone = False
+        self._is_streaming = self._is_complete = self._is_gone = self.is_heard = False
         self._template = ""
 
     def __call__(self, user_code: UserCode) -> Awaitable[None]:
@@ -190,15 +192,23 @@ class HostedRequest(Work, Waiters):
             if self._is_gone or (self._is_complete and self._is_http):
                 if self._is_http:
                     return {"type": "http.disconnect"}
+                self._hear()
                 return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
             await self.wait()
         message, size = self._inputs[0]
         if message["type"].endswith(".disconnect"):
+            self._hear()
             return message  # the last one, for every later `receive`
         self._inputs.popleft()
         self._taken.add(1, size)
         self._taken.tell(self.call.frames, self.call.number)
         return message
+
+    def _hear(self) -> None:
+        """Tell the server, once, that user code knows that the client of its WebSocket has left."""
+        if not (self.is_heard or self._is_http):
+            self.is_heard = True
+            self.call.frames.post(Kind.HEARD, self.call.number)
 
     # The response.
 
@@ -264,5 +274,9 @@ class HostedRequest(Work, Waiters):
 
     async def _post(self, kind: Kind, content: Content) -> None:
         """Send a frame, once there is room for it."""
-        await self.call.window.take(size_of_content(content))
+        try:
+            await self.call.window.take(size_of_content(content))
+        except StreamClosedError:
+            self._hear()
+            raise
         self.call.frames.post(kind, self.call.number, content)
