@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 import ingress as serve
-from tests.servers import PATIENCE_S, bind, turns, until
+from tests.servers import PATIENCE_S, bind, forking, turns, until
 
 pytestmark = pytest.mark.anyio
 
@@ -160,3 +160,58 @@ async def test_a_server_that_cannot_send_any_more_is_no_fault_of_user_code(
         return not any(each.ongoing for each in deployment.replicas)
 
     await until(is_idle)
+
+
+# Extensions of ASGI.
+
+
+async def extended(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the names of the extensions, after a hint and before trailers."""
+    await send({"type": "http.response.early_hint", "links": [b"</style.css>"]})
+    headers = [(b"content-length", b"2")]
+    start = {"type": "http.response.start", "status": 200, "headers": headers, "trailers": True}
+    await send(start)
+    await send({"type": "http.response.body", "body": b"ok"})
+    names = sorted(scope.get("extensions", ["none"]))
+    trailers = [(b"x-names", " ".join(names).encode())]
+    await send({"type": "http.response.trailers", "headers": trailers})
+
+
+@serve.deployment
+@serve.ingress(extended)
+class Extended:
+    pass
+
+
+KEPT = ["http.response.early_hint", "http.response.trailers", "tls"]
+ONLY_HERE = ["http.response.debug", "http.response.pathsend", "http.response.zerocopysend"]
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("names", [None, [*KEPT, *ONLY_HERE]], ids=["none", "all"])
+@pytest.mark.usefixtures("separate")
+async def test_extensions_that_can_be_honoured_cross(
+    isolation: Any, names: list[str] | None
+) -> None:
+    scope = scope_of("/")
+    if names is not None:
+        scope["extensions"] = {name: {} for name in names}
+    sent: list[Message] = []
+
+    asked: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Message:
+        return asked.pop() if asked else await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    with forking():
+        await bind(Extended.options(isolation=isolation))(scope, receive, send)
+
+    kinds = ["early_hint", "start", "body", "trailers"]
+    assert [each["type"] for each in sent] == [f"http.response.{each}" for each in kinds]
+    crossing = names if names is None or isolation == "thread" else [n for n in names if n in KEPT]
+    expected = "none" if crossing is None else " ".join(sorted(crossing))
+    assert sent[1]["trailers"] is True
+    assert sent[3]["headers"] == [(b"x-names", expected.encode())]

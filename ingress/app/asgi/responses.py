@@ -23,7 +23,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi.encoders import jsonable_encoder
 from starlette.exceptions import HTTPException
@@ -37,7 +37,6 @@ from ingress.exceptions import RayServeException
 
 logger = logging.getLogger("ingress")
 
-T = TypeVar("T")
 _TEXT = b"text/plain; charset=utf-8"
 
 
@@ -63,7 +62,7 @@ async def send_value(
 
 
 def take_over_stream(
-    response: Any, pool: ThreadPool, opened: Sequence[Generator[object, None, None]] | None = None
+    response: Any, pool: ThreadPool, opened: Sequence[Generator[object, None, None]] = ()
 ) -> None:
     """Make a streaming response iterate in one worker thread, and close its iterator.
 
@@ -75,8 +74,7 @@ def take_over_stream(
     body = getattr(response, "body_iterator", None)
     items = waiting_for_threads(body)
     if items is not None:
-        closing = items if opened is None else _closing(items, opened)
-        body = response.body_iterator = pool.stream(closing)
+        body = response.body_iterator = pool.stream(_closing(items, opened))
     if body is None or not isinstance(response, StreamingResponse):
         return
     stream_response = response.stream_response
@@ -94,17 +92,26 @@ def take_over_stream(
     response.stream_response = stream_and_close  # type: ignore[method-assign]
 
 
-def _closing(items: Iterable[T], opened: Sequence[Generator[object, None, None]]) -> Iterator[T]:
-    """Yield items, and close at the end, in this thread, what the iterator has opened.
+_COPIES: dict[type, Callable[[Any], object]] = {bytearray: bytearray, memoryview: bytes}
+
+
+def _closing(
+    items: Iterable[object], opened: Sequence[Generator[object, None, None]]
+) -> Iterator[object]:
+    """Yield items, and close at the end, in this thread, the iterator and what it has opened.
 
     FastAPI's does not close the endpoint's generator. Until Python 3.12 that was dropped when the
     iterator was closed; from 3.13 on, a closed generator keeps what it refers to.
     """
     try:
-        yield from items
+        for item in items:
+            # The generator runs ahead, and may fill its buffer again before the item is sent.
+            copy = _COPIES.get(type(item))
+            yield item if copy is None else copy(item)
     finally:
-        for each in opened:
-            each.close()
+        for each in (items, *opened):
+            if isinstance(each, Generator):  # not a file, which may be wanted again
+                each.close()
 
 
 async def send_stream(items: AsyncGenerator[object, None], send: Send) -> None:

@@ -135,6 +135,9 @@ class Work:
     def interrupt(self) -> None:
         """Tell the code to stop. Called where it runs, after its task was cancelled."""
 
+    def hear(self, *, is_heard: bool) -> None:
+        """Note whether user code in another process was told that the client is gone."""
+
     def end(self, call: Call, failure: BaseException | None) -> str:
         """Drop what only the run needed, and return the route that the call is counted under."""
         call.release_references()

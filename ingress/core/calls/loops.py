@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from ingress.core.base import gil
 from ingress.core.base.signals import LOOK_S
+from ingress.core.calls.spawning import take_turns
 from ingress.core.calls.wrong_thread import report
 
 try:
@@ -168,7 +169,9 @@ class _GuardedLoop(_ThreadAwareLoop):
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a new loop, of uvloop if that is installed."""
-    return _GuardedLoop() if gil.IS_FREE_THREADED else _ThreadAwareLoop()
+    loop = _GuardedLoop() if gil.IS_FREE_THREADED else _ThreadAwareLoop()
+    take_turns(weakref.ref(loop))  # weak: a loop ends without the garbage collector
+    return loop
 
 
 def _drop(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -326,6 +329,8 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
         if mailbox is None:
             # The mailbox must not keep its own key alive, hence the weak proxy.
             mailbox = _mailboxes[loop] = Mailbox(weakref.proxy(loop))
+            if isinstance(loop, _Loop) and not isinstance(loop, _ThreadAwareLoop):  # a server's
+                mailbox.post(take_turns, weakref.ref(loop))
     last.loop, last.mailbox = weakref.ref(loop), mailbox
     return mailbox
 

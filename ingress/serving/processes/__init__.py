@@ -17,6 +17,7 @@
     code             the user's class and its arguments, as they travel
     crossing         exceptions that cross
     errors           errors of values that cannot cross, and descriptions of a process's end
+    uploads          uploaded files, as they travel
     output           its standard output and error, and its log records
     page             the few numbers that a child leaves behind even if it is killed
     segments         shared memory, through which large contents cross

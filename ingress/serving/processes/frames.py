@@ -39,6 +39,7 @@ from typing import Any, TypeAlias
 
 from ingress.exceptions import UserCodeExit
 from ingress.serving.processes.segments import IDLE_S, Received, Segments, unreceived
+from ingress.serving.processes.uploads import dumps_with_uploads
 
 PICKLE = 5  # the protocol
 LARGE = 1 << 16  # bytes of a content from which on it crosses in shared memory
@@ -94,7 +95,7 @@ def dumps(value: object, number_of: Callable[[object], int | None] | None = None
 def encode(value: object) -> Content:
     """Return a value as a content. The arrays in it are copied once, into the frame."""
     buffers: list[pickle.PickleBuffer] = []
-    content = _written(value, buffer_callback=buffers.append)
+    content = _written(value, buffers=buffers)
     return [content, *(each.raw() for each in buffers)] if buffers else content
 
 
@@ -146,14 +147,22 @@ def _pickler_over(base: Any) -> type[Any]:
 
 
 def _written(
-    value: object, number_of: Callable[[object], int | None] | None = None, **options: Any
+    value: object,
+    number_of: Callable[[object], int | None] | None = None,
+    buffers: list[pickle.PickleBuffer] | None = None,
 ) -> bytes:
     """Return the pickle of a value, whose code may raise anything: also here, it ends no loop."""
+    callback = None if buffers is None else buffers.append
     try:
         if number_of is not None:
             return _with_numbers(value, number_of)
-        pickled: bytes = _pickle.dumps(value, PICKLE, **options)
-        return pickled
+        try:
+            pickled: bytes = _pickle.dumps(value, PICKLE, buffer_callback=callback)
+            return pickled
+        except Exception:  # of a large upload, maybe: a pickler that asks for each object is slow
+            if buffers:
+                buffers.clear()
+            return dumps_with_uploads(_pickle.Pickler, value, PICKLE, callback)
     except Exception:
         raise
     except BaseException as error:
@@ -206,7 +215,7 @@ class Frames:
         self._loop = asyncio.get_running_loop()
         # Not the context of the call that posts: a timer would hold that call's value.
         self._context = Context()
-        self._out: list[bytes | memoryview] = []  # posted in this turn of the loop
+        self._out: list[bytes] = []  # posted in this turn of the loop
         self._chunks: deque[tuple[bytes | memoryview, int]] = deque()  # to write, with descriptors
         self._is_due = self._is_waiting = False
         self._buffer = bytearray(_READ)
@@ -246,7 +255,8 @@ class Frames:
         pieces = _pieces(parts)
         length = sum(map(len, pieces))
         if length < LARGE:
-            self._out += (HEAD.pack(length, call, kind, _PARTS), *pieces)
+            # Copied now: user code may change an array before the turn of the loop ends.
+            self._out.append(b"".join((HEAD.pack(length, call, kind, _PARTS), *pieces)))
             return
         if not self.is_open:
             return

@@ -16,10 +16,11 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from ingress.app.asgi import route_template
-from ingress.app.asgi.chunks import parts_of
+from ingress.app.asgi.chunks import parts_of, with_bytes
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES
+from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
 from ingress.serving.processes.crossing import as_sent
 from ingress.serving.processes.errors import unsendable
@@ -128,6 +129,7 @@ class HostedRequest(Work, Waiters):
         "_taken",
         "_template",
         "call",
+        "is_heard",
         "scope",
     )
     call: HostedCall
@@ -141,7 +143,7 @@ class HostedRequest(Work, Waiters):
         self.futures = ()  # of `receive`; most requests arrive as a whole
         self._start: Message | None = None
         self._answer: Content | None = None  # a complete response that is not sent yet
-        self._is_streaming = self._is_complete = self._is_gone = False
+        self._is_streaming = self._is_complete = self._is_gone = self.is_heard = False
         self._template = ""
 
     def __call__(self, user_code: UserCode) -> Awaitable[None]:
@@ -191,31 +193,42 @@ class HostedRequest(Work, Waiters):
             if self._is_gone or (self._is_complete and self._is_http):
                 if self._is_http:
                     return {"type": "http.disconnect"}
+                self._hear()
                 return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
             await self.wait()
         message, size = self._inputs[0]
         if message["type"].endswith(".disconnect"):
+            self._hear()
             return message  # the last one, for every later `receive`
         self._inputs.popleft()
         self._taken.add(1, size)
         self._taken.tell(self.call.frames, self.call.number)
         return message
 
+    def _hear(self) -> None:
+        """Tell the server, once, that user code knows that the client of its WebSocket has left."""
+        if not (self.is_heard or self._is_http):
+            self.is_heard = True
+            self.call.frames.post(Kind.HEARD, self.call.number)
+
     # The response.
 
     async def _send(self, message: Message) -> None:
         kind = message["type"]
+        if type(message.get("body")) is not bytes and kind != RESPONSE_START:
+            message = with_bytes(message)
         if self._is_streaming or not self._is_http:
             await self._stream(message)
         elif kind == RESPONSE_START:
             self._start = message
-            if b"content-length" not in [name for name, _ in message.get("headers", ())]:
+            has_length = b"content-length" in [name for name, _ in message.get("headers", ())]
+            if not has_length or message.get("trailers"):
                 await self._stream(message)  # the body may take a while
         elif kind == RESPONSE_BODY and not message.get("more_body"):
             start = self._start
             if start is None:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
-            self._answer = response_as_sent(start, bytes(message.get("body", b"")))
+            self._answer = response_as_sent(start, message.get("body", b""))
             self._complete()
             # If the work ends in this turn of the loop, its last frame brings the response.
             asyncio.get_running_loop().call_soon(self.flush)
@@ -248,11 +261,11 @@ class HostedRequest(Work, Waiters):
         if kind == RESPONSE_BODY and message.get("more_body"):
             for part in parts_of(message.get("body", b"")):
                 if len(part) < LARGE:
-                    await self._post(Kind.CHUNK, bytes(part))
+                    await self._post(Kind.CHUNK, part)
                 else:  # a content that is not pickled cannot say that it did not arrive
                     await self._post(Kind.OUTPUT, message_as_sent({**message, "body": part}))
             return
-        if kind == RESPONSE_START:
+        if kind.endswith(RESPONSE_START):  # also that of a refused WebSocket
             message = {**message, "headers": plain(message.get("headers", ()))}
         elif kind == RESPONSE_BODY:
             message = {"type": kind, "body": message.get("body", b""), "more_body": False}
@@ -262,5 +275,9 @@ class HostedRequest(Work, Waiters):
 
     async def _post(self, kind: Kind, content: Content) -> None:
         """Send a frame, once there is room for it."""
-        await self.call.window.take(size_of_content(content))
+        try:
+            await self.call.window.take(size_of_content(content))
+        except StreamClosedError:
+            self._hear()
+            raise
         self.call.frames.post(kind, self.call.number, content)

@@ -65,8 +65,8 @@ class RemoteWork:
     """One call in a child, from its frame to its end. Owned by the loop of the frames."""
 
     __slots__ = (
-        "_arrived", "_size", "_taken", "_waiter", "call", "can_move", "error", "frames", "is_over",
-        "number", "value", "window",
+        "_arrived", "_size", "_taken", "_waiter", "call", "can_move", "error", "frames",
+        "has_heard", "is_over", "number", "value", "window",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, number: int, frames: Frames) -> None:
@@ -74,7 +74,7 @@ class RemoteWork:
         self.frames = frames
         self.call = CURRENT_CALL.get(None)
         self.window = Window()
-        self.is_over = False
+        self.is_over = self.has_heard = False
         # To another replica: no message of the client was taken for it.
         self.can_move = kind != Kind.ASK
         self.value: object = None
@@ -99,6 +99,10 @@ class RemoteWork:
                 self.end(error=error)
             elif kind == Kind.CREDIT:
                 self.window.give(content)
+            elif kind == Kind.HEARD:
+                self.has_heard = True
+                if self.call is not None:
+                    self.call.work.hear(is_heard=True)
             elif kind == Kind.TRACE:
                 if self.call is not None:
                     self.call.trace_id = trace_id_in(content)

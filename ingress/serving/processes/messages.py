@@ -15,6 +15,7 @@
           RESPONSE     a complete response: status, headers, body; the work goes on
           ANSWER       the same, and the work has ended
           OUTPUT       one message of a response, or of a WebSocket
+          HEARD        user code was told that the client of its WebSocket has left
           CHUNK        the bytes of one chunk of a response's body
           ITEM         one item of a generator
           TRACE        the id of the trace that an HTTP request has in the child
@@ -40,7 +41,7 @@ from math import isfinite
 from struct import Struct
 from time import monotonic
 from types import FunctionType
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.types import Message, Scope
@@ -90,11 +91,12 @@ class Kind(IntEnum):
     ANSWER = 24
     REPORT = 25
     TRACE = 26
+    HEARD = 27
 
 
 OF_CALLS = frozenset(
     (Kind.CREDIT, Kind.RESPONSE, Kind.OUTPUT, Kind.CHUNK, Kind.ITEM, Kind.TRACE,
-     Kind.DONE, Kind.FAILED, Kind.ANSWER)
+     Kind.HEARD, Kind.DONE, Kind.FAILED, Kind.ANSWER)
 )  # fmt: skip
 """The kinds of the frames that answer a call."""
 
@@ -243,25 +245,40 @@ def metadata_of(
     )
 
 
-# Keys of a scope that cross. `state` is of the server's lifespan, a child has its own; `extensions`
-# stay, because most are promises of the server that only its own process can keep.
+# Keys of a scope that cross. `state` is of the server's lifespan, a child has its own.
 _HTTP = (
     "method", "path", "raw_path", "query_string", "headers", "client", "server", "scheme",
     "http_version", "root_path",
 )  # fmt: skip
 _WEBSOCKET = (*_HTTP[1:], "subprotocols")
+_EXTENSIONS = frozenset(
+    ("tls", "websocket.http.response", "http.response.early_hint", "http.response.push",
+     "http.response.trailers")
+)  # fmt: skip
+"""The extensions that cross: facts, and messages to the server.
+
+Not the others: a file may have changed when the server sends it (`http.response.pathsend`), a
+descriptor (`zerocopysend`) and the objects of a test (`debug`) belong to one process.
+"""
 
 
 def scope_as_sent(scope: Scope) -> tuple[object, ...]:
     """Return the values of a scope that cross."""
     keys = _HTTP if scope["type"] == "http" else _WEBSOCKET
-    return (scope["type"], *map(scope.get, keys))
+    extensions = scope.get("extensions")
+    if extensions:
+        extensions = {name: extensions[name] for name in extensions if name in _EXTENSIONS}
+    return (scope["type"], extensions, *map(scope.get, keys))
 
 
-def scope_of(values: tuple[object, ...]) -> Scope:
+def scope_of(values: tuple[Any, ...]) -> Scope:
     """Return the scope that the values came from."""
-    keys = _HTTP if values[0] == "http" else _WEBSOCKET
-    return {"type": values[0], **dict(zip(keys, values[1:], strict=True))}
+    kind, extensions, *others = values
+    keys = _HTTP if kind == "http" else _WEBSOCKET
+    scope = {"type": kind, **dict(zip(keys, others, strict=True))}
+    if extensions is not None:
+        scope["extensions"] = extensions
+    return scope
 
 
 RESPONSE_START = "http.response.start"

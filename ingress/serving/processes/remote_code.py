@@ -140,7 +140,13 @@ class RemoteCode:
         try:
             while messages := await work.take():  # at the client's pace
                 for message in messages if len(messages) < 3 else _gathered(messages):
-                    await send(message)
+                    try:
+                        await send(message)
+                    except OSError:
+                        if is_http:
+                            raise
+                        # As in a thread: its next `send` raises, and its end is its own.
+                        self._close(work)
                 work.give()
         finally:
             if not work.is_over:
@@ -151,6 +157,7 @@ class RemoteCode:
     async def _feed(self, work: RemoteWork, receive: Receive) -> None:
         """Send the client's messages to user code, as fast as it takes them."""
         message: Message = {"type": ""}
+        call = CURRENT_CALL.get()
         while not message["type"].endswith(".disconnect"):
             message = await receive()
             work.can_move = False
@@ -161,9 +168,16 @@ class RemoteCode:
             except StreamClosedError:
                 return  # the work has ended
             except OSError as problem:  # there is no memory or descriptor left for a large one
-                name = CURRENT_CALL.get().metadata.deployment.name
+                name = call.metadata.deployment.name
                 work.fail(unsendable(name, problem, message=message))
                 return
+        if call.is_interrupted:  # the client has left; else the application stops, and may send
+            self._close(work)
+
+    def _close(self, work: RemoteWork) -> None:
+        """Tell user code that the client of its WebSocket has left. So far only `_feed` knows."""
+        CURRENT_CALL.get().work.hear(is_heard=work.has_heard)
+        work.frames.post(Kind.CLOSE, work.number)
 
 
 def _content(args: Sequence[object], kwargs: Mapping[str, object]) -> Content:
