@@ -5,8 +5,10 @@ was written in the body of the class or of a base, and its first parameter is po
 name `self`, `this` or that of the first parameter of `__init__`, and neither default nor marker.
 
     the function is                                          on a replica
-    bound, or a `classmethod`                                it is bound to the replica's instance
-      and a subclass of its definer redefines the name       the redefinition runs instead
+    bound, a `classmethod`, or an object of the body with    it is bound to the replica's instance
+      `__get__` whose first parameter is the instance
+      and a subclass of its definer redefines the name       the redefinition runs instead, with its
+                                                             dependencies and types
     an endpoint of the body without `self`                   the start is refused
     a dependency of the body without `self`, whose first     the start is refused
       parameter FastAPI would ask the client for
