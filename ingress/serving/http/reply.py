@@ -430,6 +430,8 @@ class Reply:
         """Begin to read from the server: for user code, and to notice the client's disconnect."""
         if not self._is_over and self.state is not LEFT:
             self.client().start()
+        else:
+            self.client().stop()
 
     def _on_disconnect(self) -> None:
         """Stop a request whose client has left. A background task after the response runs on."""

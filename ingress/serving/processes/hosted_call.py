@@ -20,6 +20,7 @@ from ingress.app.asgi.chunks import parts_of
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES
+from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
 from ingress.serving.processes.errors import unsendable
 from ingress.serving.processes.frames import LARGE, Content, Frames, encode, size_of_content
@@ -119,14 +120,14 @@ class HostedRequest(Work, Waiters):
         "_answer",
         "_first",
         "_inputs",
-        "_is_complete",
-        "_is_gone",
         "_is_http",
         "_is_streaming",
         "_start",
         "_taken",
         "_template",
         "call",
+        "has_answer",
+        "is_heard",
         "scope",
     )
     call: HostedCall
@@ -140,7 +141,7 @@ class HostedRequest(Work, Waiters):
         self.futures = ()  # of `receive`; most requests arrive as a whole
         self._start: Message | None = None
         self._answer: Content | None = None  # a complete response that is not sent yet
-        self._is_streaming = self._is_complete = self._is_gone = False
+        self._is_streaming = self.has_answer = self.is_heard = False
         self._template = ""
 
     def __call__(self, user_code: UserCode) -> Awaitable[None]:
@@ -148,7 +149,7 @@ class HostedRequest(Work, Waiters):
 
     def deadline(self, call: Call) -> float | None:
         """Return `None` for a background task, and for a WebSocket: as on Ray, it has none."""
-        is_over = self._is_complete or not self._is_http
+        is_over = self.has_answer or not self._is_http
         return None if is_over else call.metadata.deadline
 
     def route(self, call: Call) -> str:
@@ -178,16 +179,16 @@ class HostedRequest(Work, Waiters):
 
     def close(self) -> None:
         """Have `receive` report the disconnect: the client is gone."""
-        self._is_gone = True
+        self.is_heard = True
         if self.futures:
             self.wake()
 
     async def _receive(self) -> Message:
-        if self._first is not None:
+        if self._first is not None and not self.has_answer:
             message, self._first = self._first, None
             return message
-        while not self._inputs:
-            if self._is_gone or (self._is_complete and self._is_http):
+        while self.has_answer or not self._inputs:  # after the answer as uvicorn
+            if self.is_heard or self.has_answer:
                 if self._is_http:
                     return {"type": "http.disconnect"}
                 return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
@@ -215,7 +216,7 @@ class HostedRequest(Work, Waiters):
             if start is None:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
             self._answer = response_as_sent(start, bytes(message.get("body", b"")))
-            self._complete()
+            self.note_answer()
             # If the work ends in this turn of the loop, its last frame brings the response.
             asyncio.get_running_loop().call_soon(self.flush)
         else:
@@ -223,9 +224,9 @@ class HostedRequest(Work, Waiters):
                 await self._stream(self._start)
             await self._stream(message)
 
-    def _complete(self) -> None:
-        """Note that the response is complete: a `receive` that waits reports the disconnect."""
-        self._is_complete = True
+    def note_answer(self) -> None:
+        """Note that the answer is complete: a `receive` that waits reports the disconnect."""
+        self.has_answer = True
         if self.futures:
             self.wake()
 
@@ -257,9 +258,13 @@ class HostedRequest(Work, Waiters):
             message = {"type": kind, "body": message.get("body", b""), "more_body": False}
         await self._post(Kind.OUTPUT, message_as_sent(message))
         if kind == RESPONSE_BODY:
-            self._complete()
+            self.note_answer()
 
     async def _post(self, kind: Kind, content: Content) -> None:
         """Send a frame, once there is room for it."""
-        await self.call.window.take(size_of_content(content))
+        try:
+            await self.call.window.take(size_of_content(content))
+        except StreamClosedError:
+            await asyncio.sleep(0)  # a cancellation comes here, not in the clean-up: `HTTPWork`
+            raise
         self.call.frames.post(kind, self.call.number, content)
