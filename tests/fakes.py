@@ -92,6 +92,9 @@ class FakeReplica:
         """Record a cancellation; the call runs on, as in a thread, until the test ends it."""
         self.cancelled.append(call)
 
+    def when_ended(self, call: Call, callback: Callable[[], Any]) -> None:
+        callback()
+
     def release(self, call: Call) -> None:
         self.router.release(self, call)
 

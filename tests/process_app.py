@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, WebSocket
+from fastapi import BackgroundTasks, FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
 
 import ingress as serve
 from ingress.core.base.types import DeploymentID
@@ -438,3 +439,35 @@ class ArrayCaller:
 
 
 array_caller = ArrayCaller.bind(Arrays.bind())
+
+
+downloading = FastAPI()
+
+
+@serve.deployment(isolation="process")
+@serve.ingress(downloading)
+class Downloads:
+    """Its responses note in a file that their background task has run."""
+
+    @downloading.get("/stream")
+    async def stream(self, note: Path) -> StreamingResponse:
+        async def items() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 1024
+                await asyncio.sleep(0.001)
+
+        return StreamingResponse(items(), background=BackgroundTask(note.touch))
+
+    @downloading.get("/receive")
+    async def receive(
+        self, request: Request, tasks: BackgroundTasks, note: Path | None = None
+    ) -> str:
+        async def task() -> None:
+            if await request.is_disconnected() and note is not None:
+                note.touch()
+
+        tasks.add_task(task)
+        return "ok"
+
+
+downloads = Downloads.bind()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from tests.fakes import bind, make_call, together
 from tests.servers import (
     PATIENCE_S,
     Connection,
+    get,
     ongoing,
     overview,
     result,
@@ -648,6 +650,89 @@ def test_cancel_before_the_first_line_means_no_line(stage: str, seen: Seen) -> N
     wait_until(is_idle)
 
     assert seen.ended == []
+
+
+@pytest.mark.parametrize("how", ["shield", "early", "merge"])
+def test_a_task_whose_call_ends_with_its_request_is_not_worth_a_record(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = threading.Event()
+    app = FastAPI()
+
+    @serve.deployment
+    class Leaf:
+        async def __call__(self) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async def items(self) -> AsyncIterator[str]:
+            try:
+                while True:
+                    yield "item"
+                    await asyncio.sleep(0.001)
+            finally:
+                ended.set()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Api:
+        def __init__(self, leaf: Any) -> None:
+            self.leaf = leaf
+
+        async def ask(self) -> None:
+            await self.leaf.remote()
+
+        @app.get("/shield")
+        async def shield(self) -> None:
+            await asyncio.shield(asyncio.ensure_future(self.ask()))
+
+        @app.get("/early")
+        async def early(self) -> None:
+            task = asyncio.create_task(self.ask())
+            await asyncio.Event().wait()
+            await task
+
+        @app.get("/merge")
+        async def merge(self) -> StreamingResponse:
+            queue: asyncio.Queue[str] = asyncio.Queue()
+
+            async def pump() -> None:
+                async for item in self.leaf.options(stream=True).items.remote():
+                    queue.put_nowait(item)
+
+            async def body() -> AsyncIterator[str]:
+                pumping = asyncio.create_task(pump())
+                while not pumping.done():
+                    yield await queue.get()
+
+            return StreamingResponse(body())
+
+        @app.get("/fails")
+        async def fails(self) -> None:
+            async def fail() -> None:
+                raise LookupError("the task's own")
+
+            task = asyncio.create_task(fail())
+            await asyncio.sleep(0)
+            del task
+
+    port = served(bind(Api, bind(Leaf)))
+    with Connection(port) as client:
+        client.request(f"/{how}")
+        if how == "merge":
+            client.receive_until(b"item")
+        else:
+            wait_until(lambda: ongoing() == 2)
+    assert ended.wait(PATIENCE_S)
+    wait_until(lambda: ongoing() == 0)
+    gc.collect()
+    assert not caplog.records
+
+    get(port, "/fails")
+    gc.collect()
+    wait_until(lambda: "Task exception was never retrieved" in caplog.text)
 
 
 @pytest.mark.parametrize("method", ["alone", "batched", "in_def"])

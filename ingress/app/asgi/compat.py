@@ -26,6 +26,7 @@ import fastapi.routing
 import starlette
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -88,6 +89,7 @@ __all__ = [
     "FILE_STACK",
     "FUNCTION_STACK",
     "LAYERS",
+    "MIDDLEWARE_RESPONSE",
     "REQUEST_STACK",
     "STACKS",
     "TELEMETRY",
@@ -338,6 +340,10 @@ def request_with_body(
 def request_stack(scope: Scope) -> AsyncExitStack | None:
     """Return the exit stack of a request that FastAPI's own handler answers, `None` if unknown."""
     return scope.get(REQUEST_STACK)
+
+
+MIDDLEWARE_RESPONSE: Any = find("starlette.middleware.base:_StreamingResponse", Response)
+"""The class of the response that `call_next` returns."""
 
 
 def is_late_error(error: BaseException) -> bool:

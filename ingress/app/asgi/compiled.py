@@ -23,7 +23,7 @@ from typing import Any
 from fastapi import params
 from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.app.asgi.compat import (
@@ -39,6 +39,7 @@ from ingress.app.asgi.compat import (
     wrap_app_handling_exceptions,
 )
 from ingress.app.asgi.rendering import encoder, makes_events, renderer
+from ingress.app.asgi.responses import WITHOUT_SCOPE
 from ingress.app.asgi.steps import Overridden, Progress, Shared, Steps, require
 from ingress.app.asgi.streams import is_stream, stream_renderer, values_for_stream
 from ingress.app.asgi.wrapped import is_fastapis
@@ -121,7 +122,7 @@ class CompiledRoute:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 return await send({"type": "http.response.body", "body": content})
             rest: ASGIApp = await self._render(scope, result, shared)
-            if type(rest).__call__ in _WITHOUT_SCOPE:
+            if type(rest).__call__ in WITHOUT_SCOPE:
                 return await rest(scope, receive, watched)
         except Overridden as error:
             rest = self._in_stacks(None, first, body, shared, error.progress)
@@ -258,10 +259,6 @@ def _again(receive: Receive, first: Message | Exception) -> Receive:
         return outcome
 
     return receive_again
-
-
-_WITHOUT_SCOPE = (Response.__call__, StreamingResponse.__call__)
-"""The calls of responses that show the scope to no user code."""
 
 
 _REPLACED = (

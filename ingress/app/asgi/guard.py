@@ -14,6 +14,7 @@ stream were complete.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,7 @@ class GuardInTask(Guard):
 
             async def send_if_wanted(message: Message) -> None:
                 if once.is_cancelled:  # the middleware no longer reads: `send` would wait for ever
+                    await asyncio.sleep(0)  # the cancellation comes here, not in the clean-up
                     raise StreamClosedError("the request was cancelled")
                 await send(message)
 

@@ -17,20 +17,41 @@ generators stream, and `HTTPException` keeps its status.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
+import threading
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
+from functools import wraps
 from math import ceil
 from typing import Any
 
+from anyio import CancelScope
 from fastapi.encoders import jsonable_encoder
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress.app.asgi.compat import waiting_for_threads
+from ingress.app.asgi.compat import MIDDLEWARE_RESPONSE, waiting_for_threads
+from ingress.core.calls.call import CURRENT_CALL
+from ingress.core.calls.compat import group_of_middleware
 from ingress.core.execution.execution import ThreadPool, call_inline
 from ingress.core.execution.other_loop import OTHER_LOOP, is_noted
 from ingress.exceptions import RayServeException
@@ -71,6 +92,8 @@ def take_over_stream(
     which runs late, because the propagating error holds the generator: its `finally` blocks would
     not run. `opened` will have the generators that the iterator opens and does not close itself.
     """
+    if type(response).__call__ not in _FINISHING:
+        finish_when_cut(type(response))  # a class of the user's, which sends in its own way
     body = getattr(response, "body_iterator", None)
     items = waiting_for_threads(body)
     if items is not None:
@@ -90,6 +113,77 @@ def take_over_stream(
                 items.close()  # no effect, unless the iteration never began
 
     response.stream_response = stream_and_close  # type: ignore[method-assign]
+
+
+def finish_when_cut(kind: type[Response]) -> None:
+    """Have the responses of a class run their background task also if they are cut. Thread-safe.
+
+    When the client leaves, uvicorn tells Starlette, which stops sending and runs the task. Here the
+    task of the request is cancelled instead, once, and the response ends as if it were complete:
+    then the background task runs, and the exits of dependencies see no error.
+    """
+    with _finishing_lock:
+        if kind.__call__ in _FINISHING:
+            return
+        owner = next(each for each in kind.__mro__ if "__call__" in vars(each))
+        owner.__call__ = _finishing(owner.__call__)  # type: ignore[method-assign]
+        _FINISHING.add(owner.__call__)
+
+
+def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @wraps(original)
+    async def finishing(response: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        is_sent = False
+
+        def watched(message: Message) -> Awaitable[None]:
+            return send_last(message) if _is_last(message) else send(message)
+
+        async def send_last(message: Message) -> None:
+            nonlocal is_sent
+            await send(message)
+            is_sent = True
+
+        # Without a background task, nothing runs after the last message.
+        background = getattr(response, "background", None)
+        try:
+            await original(response, scope, receive, send if background is None else watched)
+            return
+        except (asyncio.CancelledError, OSError, ClientDisconnect) as error:
+            call, task = CURRENT_CALL.get(None), asyncio.current_task()
+            if is_sent or call is None or task is None or scope["type"] != "http":
+                raise
+            # Race with a timeout of the user's around the response, whose cancellation may come
+            # just before that of the call: they look alike, and the client is gone either way.
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            if not (call.is_interrupted or (call.work.is_heard and not is_cancelled)):
+                raise
+            if is_cancelled:
+                task.uncancel()
+        # From now on a cancellation of the call comes too late: see `Replica._cancel`.
+        call.work.note_answer()
+        group = group_of_middleware(task)
+        if group is not None:
+            group.cancel()  # the app below a middleware that sends this response
+        if background is not None:
+            with CancelScope(shield=group is not None):
+                await background()
+
+    return finishing
+
+
+def _is_last(message: Message) -> bool:
+    return message["type"] == "http.response.pathsend" or (
+        message["type"] == "http.response.body" and not message.get("more_body")
+    )
+
+
+_FINISHING: set[Callable[..., Awaitable[None]]] = set()
+_finishing_lock = threading.Lock()
+for _kind in (Response, StreamingResponse, FileResponse, MIDDLEWARE_RESPONSE):
+    finish_when_cut(_kind)
+
+WITHOUT_SCOPE = (Response.__call__, StreamingResponse.__call__)
+"""The calls of responses that show the scope to no user code."""
 
 
 _COPIES: dict[type, Callable[[Any], object]] = {bytearray: bytearray, memoryview: bytes}

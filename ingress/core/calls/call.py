@@ -79,6 +79,8 @@ class Runner(Protocol):
 
     def cancel(self, call: Call) -> None: ...
 
+    def when_ended(self, call: Call, callback: Callable[[], Any]) -> None: ...
+
     def release(self, call: Call) -> None: ...
 
 
@@ -91,12 +93,14 @@ class Work:
     scope        the ASGI scope of a request; `None` for all other calls
     streamed_at  when the response of a request began to be streamed; 0 if it did not
     answered_at  when the answer to a request with a deadline was sent; 0 if at its work's end
-    has_answer   the whole answer was sent: what still runs is a background task
+    has_answer   the whole answer was sent, or cut: what still runs is a background task
+    is_heard     user code was told that the client is gone
     """
 
     __slots__ = ()
     scope: Scope | None = None
     has_answer: bool = False
+    is_heard: bool = False
     streamed_at: float = 0.0
     answered_at: float = 0.0
 
@@ -131,6 +135,9 @@ class Work:
     def give_up(self, call: Call, error: RayServeException) -> None:
         """End the call with an error, because its replica is stuck. Thread-safe."""
         call.cancel(error)
+
+    def note_answer(self) -> None:
+        """Note that the answer is complete, or cut. Called where user code runs."""
 
     def interrupt(self) -> None:
         """Tell the code to stop. Called where it runs, after its task was cancelled."""

@@ -47,6 +47,7 @@ __all__ = [
     "cancel_once",
     "claim_worker_thread",
     "convert_errors",
+    "group_of_middleware",
     "threadlocals",
 ]
 
@@ -115,6 +116,23 @@ def cancel_once(task: asyncio.Task[Any]) -> None:
     around._cancel_called = True
     around._child_scopes.add(outermost)
     outermost._parent_scope = around
+
+
+def group_of_middleware(task: asyncio.Task[Any]) -> CancelScope | None:
+    """Return the scope in which another task runs the app below a middleware; `None` without one.
+
+    The `OnceScope` of that other task tells it from a task group of the user's.
+    """
+    state = _task_states.get(task)
+    scope = None if state is None else state.cancel_scope
+    while scope is not None and scope._host_task is task:
+        inner = [*scope._child_scopes]
+        for each in inner:
+            if type(each) is OnceScope and each._host_task is not task:
+                return scope
+            inner += each._child_scopes
+        scope = scope._parent_scope
+    return None
 
 
 class Visitors(set["asyncio.Task[Any]"]):

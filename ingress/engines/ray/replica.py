@@ -102,7 +102,8 @@ class RayReplica:
         if not settings.run_user_code_in_separate_thread:
             borrowed = asyncio.get_running_loop()
             lend_executor(borrowed)
-        self._router = Router(self._deployment)
+        timeout_s = self._config.graceful_shutdown_timeout_s
+        self._router = Router(self._deployment, graceful_shutdown_timeout_s=timeout_s)
         self._replica = Replica(
             replica_id,
             partial(

@@ -131,6 +131,7 @@ def apply(
         deployment.change_user_config(config)
     deployment.config = config
     deployment.router.limit(config.max_queued_requests, config.backpressure_config)
+    deployment.router.graceful_shutdown_timeout_s = config.graceful_shutdown_timeout_s
     if found.keys() & _NUMBERS:
         deployment.scaler = scaler_of(config)
         deployment.desire(count=count_for(config, deployment.desired.count))

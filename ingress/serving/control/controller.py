@@ -175,6 +175,7 @@ class Controller:
             later=_later_on(asyncio.get_running_loop()),
             templates=None if built.bound_app is None else built.bound_app.templates(),
             routing=config.request_router_config,
+            graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
         )
         return RunningDeployment(built, config, router, built.bound_app, proxy, factories)
 

@@ -123,6 +123,8 @@ class Client:
     def stop(self) -> None:
         """Stop reading: the request is over."""
         self._cancel()
+        if self._is_http:
+            self._inbound.finish()  # user code that runs on may wait for a message
         # Break the cycle with the reply: a body must not wait for the garbage collector.
         self._on_gone = _ignore
 

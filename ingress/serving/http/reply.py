@@ -20,6 +20,7 @@ from threading import get_ident
 from time import monotonic, time
 from typing import Any, Protocol
 
+import anyio
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.asgi.chunks import parts_of
@@ -185,8 +186,11 @@ class Reply:
                     self._event = self.loop.create_future()
                     await self._event
         except BaseException as error:
-            if not (isinstance(error, asyncio.CancelledError) and await self.ends_by_itself()):
-                self._cancel(error)
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            if not (is_cancelled and await self.ends_by_itself()) and self._cancel(error):
+                if is_cancelled:
+                    await self._work_ended()
+                raise
         finally:
             state, self.state = self.state, LEFT
             if self._runner is not None:
@@ -196,24 +200,42 @@ class Reply:
         if call.error is not None or self.cut_by is not None or not self.is_http:
             await self.conclude(state)
 
-    def _cancel(self, error: BaseException) -> None:
-        """Cancel the call, because `respond` failed, or was cancelled. Raises the error if it must.
+    def _cancel(self, error: BaseException) -> bool:
+        """Cancel the call, because `respond` failed, or was cancelled.
 
-        Called while the error is handled.
+        Returns whether the error must be raised.
         """
         if isinstance(error, OSError):  # the server refused a message
             self.state = GONE
-        self.call.cancel()
+        # After the complete answer a server that cancels means the background task.
+        self.call.cancel(self._stop_error() if self.state is COMPLETE else None)
         if self.state is CUT and isinstance(error, asyncio.CancelledError):
             assert self.task is not None
-            if self.task.uncancel():  # the server has cancelled it too
-                raise
-        elif self.state is GONE or (
-            self.stopped_by is not None and isinstance(error, asyncio.CancelledError)
-        ):
-            return  # `Call.cancel` has cancelled the task
-        else:
-            raise  # or reading the body failed: the work did not
+            return self.task.uncancel() > 0  # the server has cancelled it too
+        # Otherwise `Call.cancel` has cancelled the task; or reading the body failed, not the work.
+        return not (
+            self.state is GONE
+            or (self.stopped_by is not None and isinstance(error, asyncio.CancelledError))
+        )
+
+    async def _work_ended(self) -> None:
+        """Wait until user code has cleaned up, `graceful_shutdown_timeout_s` at most.
+
+        The server's task was cancelled. Shielded, because a cancelled AnyIO scope cancels again on
+        every turn of the loop. A second cancellation by the server ends the wait.
+        """
+        call = self.call
+        if call.runner is None:
+            return
+        ended = self.loop.create_future()
+
+        def note() -> None:
+            if not ended.done():  # the wait may have ended first
+                ended.set_result(None)
+
+        call.runner.when_ended(call, lambda: self.mailbox.post(note))
+        with anyio.move_on_after(self.router.graceful_shutdown_timeout_s, shield=True):
+            await ended
 
     async def _read_ahead(self, body: Body) -> None:
         # Before the call takes a slot: a slow upload must not hold one.
@@ -299,11 +321,14 @@ class Reply:
     def stop(self, error: RayServeException | None = None) -> None:
         """Cancel the call with an error, by default because the application stops. Thread-safe."""
         if self.stopped_by is None:
-            self.stopped_by = error or DeploymentUnavailableError(
-                f"{self.call.metadata.deployment} was stopped before it answered; send the request "
-                "again if that is safe."
-            )
+            self.stopped_by = error or self._stop_error()
         self.call.cancel(self.stopped_by)
+
+    def _stop_error(self) -> DeploymentUnavailableError:
+        return DeploymentUnavailableError(
+            f"{self.call.metadata.deployment} was stopped before it answered; send the request "
+            "again if that is safe."
+        )
 
     def end_stream(self) -> None:
         """End a stream or a WebSocket whose user loop is stuck, and cannot do so itself."""
@@ -430,6 +455,8 @@ class Reply:
         """Begin to read from the server: for user code, and to notice the client's disconnect."""
         if not self._is_over and self.state is not LEFT:
             self.client().start()
+        else:
+            self.client().stop()
 
     def _on_disconnect(self) -> None:
         """Stop a request whose client has left. A background task after the response runs on."""

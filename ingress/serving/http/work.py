@@ -23,7 +23,7 @@ from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
 from ingress.core.calls.channel import RESPONSE_BYTES, YIELD_EVERY, Channel
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
 from ingress.exceptions import RayServeException, StreamClosedError
-from ingress.serving.http.asgi_messages import SERVICE_RESTART, channel_for, size_of
+from ingress.serving.http.asgi_messages import NORMAL, SERVICE_RESTART, channel_for, size_of
 from ingress.serving.http.reply_state import CUT
 from ingress.serving.replicas.user_code import UserCode
 
@@ -36,8 +36,6 @@ class HTTPWork(Work):
 
     reply       the HTTP loop's side; what it gets from another loop is posted
     route_label the route that the request is counted under, once its code has ended
-    has_answer  user code has sent the whole response: what still runs is a background task
-    is_heard    user code was told that the client is gone
     """
 
     __slots__ = (
@@ -79,6 +77,8 @@ class HTTPWork(Work):
     # Messages.
 
     async def receive(self) -> Message:
+        if self.has_answer:
+            return {"type": "http.disconnect"}  # as uvicorn
         if self._first is not None:
             message, self._first = self._first, None
             return message
@@ -103,19 +103,31 @@ class HTTPWork(Work):
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 if self._start is None:
                     raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
-                self.has_answer = True
                 self.reply.mailbox.post(self.reply.complete, self._start, message)
                 self._start = None
+                self.note_answer()
                 return
             await self._stream()
         assert self._outbound is not None
         try:
             await self._outbound.put(message, size_of(message))
         except StreamClosedError:
-            self.is_heard = True
+            await self._hear()
             raise
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.has_answer = True
+            self.note_answer()
+
+    async def _hear(self) -> None:
+        """Note that user code is told that the client is gone, by the error that `send` raises."""
+        self.is_heard = True
+        # A cancellation that has waited for a thread of AnyIO's comes here. It must not come in the
+        # middle of the clean-up: the file of a `FileResponse` would stay open.
+        await asyncio.sleep(0)
+
+    def note_answer(self) -> None:
+        self.has_answer = True
+        if self._is_pumping:  # a `receive` that waits reports the disconnect
+            self.reply.disconnect(NORMAL)
 
     async def _stream(self) -> None:
         """Send the response message by message from now on."""
@@ -128,7 +140,7 @@ class HTTPWork(Work):
         """Send a message on the server's own loop."""
         reply = self.reply
         if reply.state >= CUT:
-            self.is_heard = True
+            await self._hear()
             raise StreamClosedError("the client of this request has disconnected")
         if type(message.get("body")) is not bytes and message["type"] != "http.response.start":
             message = with_bytes(message)  # for a server that sends later, or that is a test client
@@ -139,8 +151,8 @@ class HTTPWork(Work):
             # failed, and the loop must turn before uvicorn hears of the failure.
             if self._sent % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
-        else:
-            self.has_answer = message["type"] != "http.response.start"
+        elif message["type"] == "http.response.body":
+            self.note_answer()
         if message["type"] == "http.response.start" and _has_length(message):
             self._start = message  # kept: an error before the body can still be answered as one
         else:

@@ -121,7 +121,6 @@ class HostedRequest(Work, Waiters):
         "_answer",
         "_first",
         "_inputs",
-        "_is_complete",
         "_is_gone",
         "_is_http",
         "_is_streaming",
@@ -129,6 +128,7 @@ class HostedRequest(Work, Waiters):
         "_taken",
         "_template",
         "call",
+        "has_answer",
         "is_heard",
         "scope",
     )
@@ -143,7 +143,7 @@ class HostedRequest(Work, Waiters):
         self.futures = ()  # of `receive`; most requests arrive as a whole
         self._start: Message | None = None
         self._answer: Content | None = None  # a complete response that is not sent yet
-        self._is_streaming = self._is_complete = self._is_gone = self.is_heard = False
+        self._is_streaming = self.has_answer = self._is_gone = self.is_heard = False
         self._template = ""
 
     def __call__(self, user_code: UserCode) -> Awaitable[None]:
@@ -151,7 +151,7 @@ class HostedRequest(Work, Waiters):
 
     def deadline(self, call: Call) -> float | None:
         """Return `None` for a background task, and for a WebSocket: as on Ray, it has none."""
-        is_over = self._is_complete or not self._is_http
+        is_over = self.has_answer or not self._is_http
         return None if is_over else call.metadata.deadline
 
     def route(self, call: Call) -> str:
@@ -182,15 +182,16 @@ class HostedRequest(Work, Waiters):
     def close(self) -> None:
         """Have `receive` report the disconnect: the client is gone."""
         self._is_gone = True
+        self.is_heard = self.is_heard or self._is_http
         if self.futures:
             self.wake()
 
     async def _receive(self) -> Message:
-        if self._first is not None:
+        if self._first is not None and not self.has_answer:
             message, self._first = self._first, None
             return message
-        while not self._inputs:
-            if self._is_gone or (self._is_complete and self._is_http):
+        while self.has_answer or not self._inputs:  # after the answer as uvicorn
+            if self._is_gone or self.has_answer:
                 if self._is_http:
                     return {"type": "http.disconnect"}
                 self._hear()
@@ -229,7 +230,7 @@ class HostedRequest(Work, Waiters):
             if start is None:
                 raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
             self._answer = response_as_sent(start, message.get("body", b""))
-            self._complete()
+            self.note_answer()
             # If the work ends in this turn of the loop, its last frame brings the response.
             asyncio.get_running_loop().call_soon(self.flush)
         else:
@@ -237,9 +238,9 @@ class HostedRequest(Work, Waiters):
                 await self._stream(self._start)
             await self._stream(message)
 
-    def _complete(self) -> None:
-        """Note that the response is complete: a `receive` that waits reports the disconnect."""
-        self._is_complete = True
+    def note_answer(self) -> None:
+        """Note that the answer is complete: a `receive` that waits reports the disconnect."""
+        self.has_answer = True
         if self.futures:
             self.wake()
 
@@ -271,7 +272,7 @@ class HostedRequest(Work, Waiters):
             message = {"type": kind, "body": message.get("body", b""), "more_body": False}
         await self._post(Kind.OUTPUT, message_as_sent(message))
         if kind == RESPONSE_BODY:
-            self._complete()
+            self.note_answer()
 
     async def _post(self, kind: Kind, content: Content) -> None:
         """Send a frame, once there is room for it."""
@@ -279,5 +280,6 @@ class HostedRequest(Work, Waiters):
             await self.call.window.take(size_of_content(content))
         except StreamClosedError:
             self._hear()
+            await asyncio.sleep(0)  # a cancellation comes here, not in the clean-up: `HTTPWork`
             raise
         self.call.frames.post(kind, self.call.number, content)

@@ -32,7 +32,12 @@ from ingress.core.calls.retries import NotBegunError
 from ingress.core.calls.tracing import TRACING, note_exemplar, trace_begin
 from ingress.core.execution import execution
 from ingress.core.execution.other_loop import note_other_loop
-from ingress.exceptions import ReplicaUnavailableError, UserCodeExit, needs_no_record
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    UserCodeExit,
+    needs_no_record,
+)
 from ingress.serving.replicas.admission import HELD, LATE_S, Admission
 from ingress.serving.replicas.ended_calls import note_end
 from ingress.serving.replicas.host import Host, Isolation, gone_error
@@ -53,6 +58,7 @@ class ReplicaState(Enum):
     STOPPED = "STOPPED"
 
 
+_STOPS = (DeploymentUnavailableError, ReplicaUnavailableError)
 _ENDING = (ReplicaState.STOPPING, ReplicaState.STOPPED)
 _ABSENT = object()
 
@@ -284,9 +290,22 @@ class Replica:
 
     def _cancel(self, call: Call) -> None:
         task = self.running.get(call)
-        if task is not None:
+        # Race with the user loop, which has sent the last of the answer just before the client
+        # left: only a stop ends a background task.
+        if task is not None and (not call.work.has_answer or isinstance(call.error, _STOPS)):
             cancel_once(cast(asyncio.Task[Any], task))
         call.interrupt()
+
+    def when_ended(self, call: Call, callback: Callable[[], Any]) -> None:
+        """Call `callback()` on the user loop once no code of the call runs here. Thread-safe."""
+        self.host.mailbox.post(self._when_ended, call, callback)
+
+    def _when_ended(self, call: Call, callback: Callable[[], Any]) -> None:
+        task = self.running.get(call)
+        if task is None:
+            callback()
+        else:
+            task.add_done_callback(lambda _: callback())
 
     def admit(self, call: Call, task: asyncio.Future[Any] | None = None) -> bool:
         """Return whether a call that holds a slot is to run now, by default in the current task.

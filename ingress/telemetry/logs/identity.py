@@ -7,7 +7,7 @@
 
 All are empty outside of a request. While applications run, `name_records` gives them to every
 record of the process, whatever its logger, by a record factory around the current one: no logger
-and no handler of the user's is touched.
+and no handler of the user's is touched. Meanwhile asyncio's logger has a filter: `_is_wanted`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from typing import Any
 from ingress.context import REPLICA
 from ingress.core.calls.call import CURRENT_CALL, current_calls
 from ingress.core.calls.tracing import log_fields
+from ingress.exceptions import is_cancellation
+
+_ASYNCIO = logging.getLogger("asyncio")
 
 FIELDS = (
     "request_id", "route", "application", "deployment", "replica", "multiplexed_model_id",
@@ -98,12 +101,27 @@ class _Factory:
         return record
 
 
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Return whether a record of asyncio's is not about a task that a cancellation has ended.
+
+    A task of the user's gets the error of a call that was cancelled with its request. The request
+    is over, so no code may await the task any more.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return (
+        error is None
+        or "exception was never retrieved" not in str(record.msg)
+        or not is_cancellation(error)
+    )
+
+
 _lock = threading.Lock()
 
 
 def name_records() -> None:
     """Give each record of this process its identity, from now on. Thread-safe."""
     with _lock:
+        _ASYNCIO.addFilter(_is_wanted)  # no effect the second time
         current = logging.getLogRecordFactory()
         if not isinstance(current, _Factory):
             logging.setLogRecordFactory(_Factory(current))
@@ -112,6 +130,7 @@ def name_records() -> None:
 def leave_records() -> None:
     """Restore the record factory, unless another one has been put around it. Thread-safe."""
     with _lock:
+        _ASYNCIO.removeFilter(_is_wanted)
         current = logging.getLogRecordFactory()
         if isinstance(current, _Factory):
             logging.setLogRecordFactory(current.previous)

@@ -1,0 +1,379 @@
+"""A client that leaves while its response is sent: background tasks and exits run nevertheless."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from fastapi import BackgroundTasks, Depends, FastAPI, Request
+from starlette.background import BackgroundTask
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+import ingress as serve
+from tests import process_app
+from tests.servers import (
+    PATIENCE_S,
+    Connection,
+    bind,
+    forking,
+    get,
+    ongoing,
+    served,
+    set_flags,
+    turns,
+    until,
+    wait_until,
+)
+
+pytestmark = pytest.mark.anyio
+
+CHUNK = b"x" * 1024
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["separate0", "separate1"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_flags(monkeypatch, request.param)
+    yield
+    serve.shutdown()
+
+
+class Listening(Response):
+    """A response that sends in its own way, beside a task that waits for the disconnect."""
+
+    def __init__(self, items: AsyncIterator[bytes], background: BackgroundTask) -> None:
+        super().__init__(background=background)
+        self.items = items
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._listen, receive, group.cancel_scope)
+            async for item in self.items:
+                await send({"type": "http.response.body", "body": item, "more_body": True})
+        if self.background is not None:
+            await self.background()
+
+    async def _listen(self, receive: Receive, scope: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+
+def streams(seen: list[str], folder: Path, *, has_middleware: bool = False) -> type:
+    """Return a class whose endpoints send without an end, and note what runs afterwards."""
+    app = FastAPI()
+
+    async def note(what: str) -> None:
+        await asyncio.sleep(0.001)  # a second cancellation would end it here
+        seen.append(what)
+
+    async def exits() -> AsyncIterator[None]:
+        yield
+        await note("exit")  # without `finally`: an error would skip it
+
+    async def items() -> AsyncIterator[bytes]:
+        while True:
+            yield CHUNK
+            await asyncio.sleep(0.001)
+
+    def def_items() -> Iterator[bytes]:
+        while True:
+            yield CHUNK
+
+    def task() -> BackgroundTask:
+        return BackgroundTask(note, "task")
+
+    if has_middleware:
+
+        @app.middleware("http")
+        async def pass_on(request: Request, call_next: Callable[..., Any]) -> Response:
+            response: Response = await call_next(request)
+            return response
+
+    @serve.ingress(app)
+    class Streams:
+        @app.get("/items", dependencies=[Depends(exits)])
+        async def items(self) -> StreamingResponse:
+            return StreamingResponse(items(), background=task())
+
+        @app.get("/def-items", dependencies=[Depends(exits)])
+        def def_items(self) -> StreamingResponse:
+            return StreamingResponse(def_items(), background=task())
+
+        @app.get("/injected", dependencies=[Depends(exits)])
+        async def injected(self, tasks: BackgroundTasks) -> StreamingResponse:
+            tasks.add_task(note, "task")
+            return StreamingResponse(items())
+
+        @app.get("/lines", dependencies=[Depends(exits)])
+        async def lines(self, tasks: BackgroundTasks) -> AsyncIterator[str]:
+            tasks.add_task(note, "task")
+            async for item in items():
+                yield item.decode()
+
+        @app.get("/file", dependencies=[Depends(exits)])
+        async def file(self) -> FileResponse:
+            path = folder / "large"
+            path.write_bytes(CHUNK * 2**14)
+            return FileResponse(path, background=task())
+
+        @app.get("/own-class", dependencies=[Depends(exits)])
+        async def own_class(self) -> Listening:
+            return Listening(items(), task())
+
+        @app.get("/running", dependencies=[Depends(exits)])
+        async def running(self, tasks: BackgroundTasks) -> None:
+            tasks.add_task(note, "task")
+            seen.append("running")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await note("cancelled")
+
+    return Streams
+
+
+def leave(port: int, path: str, until_received: bytes = CHUNK[:10]) -> None:
+    with Connection(port, receive_buffer=4096) as client:
+        client.request(path)
+        if until_received:
+            client.receive_until(until_received)
+
+
+KINDS = ["items", "def-items", "injected", "lines", "file", "own-class"]
+
+
+@pytest.mark.parametrize("has_middleware", [False, True], ids=["bare", "middleware"])
+def test_a_response_that_is_cut_runs_its_background_task_and_then_the_exits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, has_middleware: bool
+) -> None:
+    seen: list[str] = []
+    deployment = serve.deployment(streams(seen, tmp_path, has_middleware=has_middleware))
+    port = served(bind(deployment))
+    for kind in KINDS:
+        leave(port, f"/{kind}")
+        wait_until(lambda: "exit" in seen)
+        assert seen == ["task", "exit"], kind
+        seen.clear()
+    wait_until(lambda: ongoing() == 0)
+    serve.shutdown()
+    assert not caplog.records
+
+
+def test_an_endpoint_that_is_cancelled_before_it_returns_runs_no_background_task(
+    tmp_path: Path,
+) -> None:
+    seen: list[str] = []
+    port = served(bind(serve.deployment(streams(seen, tmp_path))))
+    with Connection(port) as client:
+        client.request("/running")
+        wait_until(lambda: seen == ["running"])
+    wait_until(lambda: ongoing() == 0)
+    assert seen == ["running", "cancelled"]
+
+
+def test_a_middlewares_response_runs_its_background_task_and_the_app_below_is_cancelled() -> None:
+    seen: list[str] = []
+    app = FastAPI()
+
+    async def note(what: str) -> None:
+        await asyncio.sleep(0.001)
+        seen.append(what)
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield CHUNK
+        await asyncio.Event().wait()
+
+    @app.middleware("http")
+    async def wrap(request: Request, call_next: Callable[..., Any]) -> Response:
+        response = await call_next(request)
+        return StreamingResponse(response.body_iterator, background=BackgroundTask(note, "outer"))
+
+    @app.get("/")
+    async def root() -> StreamingResponse:
+        return StreamingResponse(endless(), background=BackgroundTask(note, "inner"))
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Wrapped: ...
+
+    leave(served(bind(Wrapped)), "/")
+    wait_until(lambda: ongoing() == 0)
+    assert sorted(seen) == ["inner", "outer"]
+
+
+def test_a_stream_that_is_cut_by_its_deadline_runs_its_background_task(tmp_path: Path) -> None:
+    seen: list[str] = []
+    port = served(bind(serve.deployment(streams(seen, tmp_path))))
+    with Connection(port) as client:
+        client.request("/items", headers="x-request-timeout-seconds: 0.1\r\n")
+        client.receive_all()
+    wait_until(lambda: seen == ["task", "exit"])
+
+
+def test_a_background_task_after_a_cut_has_no_deadline_and_is_told_of_the_disconnect() -> None:
+    seen: list[Any] = []
+    app = FastAPI()
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield CHUNK
+        await asyncio.Event().wait()
+
+    @app.get("/")
+    async def root(request: Request) -> StreamingResponse:
+        async def task() -> None:
+            seen.append(await request.is_disconnected())
+            seen.append(await serve.get_deployment_handle("Echo", "default").remote())
+
+        return StreamingResponse(endless(), background=BackgroundTask(task))
+
+    @serve.deployment
+    class Echo:
+        async def __call__(self) -> bool:
+            return serve.get_request_context().deadline is None
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Caller:
+        def __init__(self, echo: Any) -> None: ...
+
+    port = served(bind(Caller, bind(Echo)))
+    with Connection(port) as client:
+        client.request("/", headers="x-request-timeout-seconds: 60\r\n")
+        client.receive_until(CHUNK[:10])
+    wait_until(lambda: seen == [True, True])
+
+
+# The disconnect after the complete answer.
+
+
+def test_receive_reports_the_disconnect_after_the_complete_answer() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        waiting: asyncio.Task[Message] | None = None
+        if scope["path"] == "/waits":
+            await receive()
+            waiting = asyncio.create_task(receive())  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+        is_stream = scope["path"] == "/stream"
+        headers = [] if is_stream else [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+        message = await (receive() if waiting is None else waiting)
+        seen.append(message["type"])
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Raw: ...
+
+    port = served(bind(Raw))
+    for path in ("/", "/waits", "/stream"):
+        with Connection(port) as client:  # stays
+            client.request(path, method="POST", headers="Content-Length: 1\r\n")
+            client.send(b"x")
+            client.receive_until(b"ok")
+            wait_until(lambda: seen == ["http.disconnect"])
+        seen.clear()
+
+
+# The test is the server: its loop is the HTTP loop.
+
+
+def scope_of(path: str = "/") -> Scope:
+    return {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "scheme": "http", "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+
+
+async def test_a_client_that_leaves_as_the_answer_is_complete_cancels_no_background_task(
+    switch_interval: None,
+) -> None:
+    """The HTTP loop learns of the disconnect after user code has sent the answer.
+
+    It has yet to take that answer, so it cancels the call.
+    """
+    outcomes: list[str] = []
+    is_watched, may_send, is_sent = (threading.Event() for _ in range(3))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError
+        await until(may_send.is_set)
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+        is_sent.set()
+        try:
+            await turns()
+            outcomes.append("ended")
+        except asyncio.CancelledError:
+            outcomes.append("cancelled")
+            raise
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Raw: ...
+
+    application = bind(Raw)
+    for count in range(1, 21):
+        for each in (is_watched, may_send, is_sent):
+            each.clear()
+        leaves = asyncio.get_running_loop().create_future()
+        messages = [NO_BODY]
+
+        async def receive(leaves: Any = leaves, messages: list[Message] = messages) -> Message:
+            if messages:
+                return messages.pop()
+            is_watched.set()
+            await leaves
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None: ...
+
+        task = asyncio.create_task(application(scope_of(), receive, send))
+        await until(is_watched.is_set)
+        may_send.set()
+        if is_separate():
+            assert is_sent.wait(PATIENCE_S)  # this loop stands still meanwhile
+        else:
+            await until(is_sent.is_set)
+        if not leaves.done():  # `receive` was cancelled
+            leaves.set_result(None)
+        await task
+        await until(lambda count=count: len(outcomes) == count)  # type: ignore[misc]
+    assert outcomes == ["ended"] * 20
+    await application.aclose()
+
+
+NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
+
+
+def is_separate() -> bool:
+    return os.environ["RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == "1"
+
+
+# In a child process.
+
+
+def test_a_response_of_a_child_that_is_cut_runs_its_background_task(
+    tmp_path: Path, stopped: None
+) -> None:
+    with forking():
+        port = served(process_app.downloads)
+        leave(port, f"/stream?note={tmp_path}/task")
+        wait_until((tmp_path / "task").exists)
+        wait_until(lambda: ongoing() == 0)
+        assert get(port, "/receive").body == b'"ok"'
+        leave(port, f"/receive?note={tmp_path}/told", b"ok")
+        wait_until((tmp_path / "told").exists)
+        serve.shutdown()
