@@ -41,15 +41,17 @@ class Broken:
             raise LookupError("no model here")
 
 
-class Unclonable(FastAPI):
-    def setup(self) -> None:
-        if getattr(self, "built", False):
-            raise LookupError("no second setup")
-        self.built = True
-        super().setup()
+class Hiding:
+    """A layer that does not show the app inside, where each replica puts its own."""
+
+    __slots__ = ()
+
+    async def __call__(self, *_: object) -> None:
+        raise AssertionError("never called")
 
 
-unclonable = Unclonable()
+unclonable = FastAPI()
+unclonable.middleware_stack = Hiding()
 
 
 @serve.deployment
@@ -81,7 +83,7 @@ class CannotBeBound(Base):
     [
         (bind(CannotBeBound), "root", "root"),
         (bind(Broken, bind(Fine)), "Broken", "no model here"),
-        (bind(CannotBeCloned), "CannotBeCloned", "no second setup"),
+        (bind(CannotBeCloned), "CannotBeCloned", "hides the stack"),
     ],
     ids=["routes", "constructor", "app"],
 )
