@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import uvicorn
 from rich.console import Console
+from starlette.types import Scope
 from typer.testing import CliRunner, Result
 
 import ingress as serve
@@ -229,6 +230,15 @@ def set_flags(monkeypatch: pytest.MonkeyPatch, separate: str, sync: str = "0") -
     monkeypatch.setenv(SYNC_IN_THREADPOOL, sync)
     monkeypatch.setenv(USER_CODE_IN_SEPARATE_THREAD, separate)
     monkeypatch.setenv(ROUTER_IN_SEPARATE_LOOP, separate)
+
+
+def scope_of(path: str = "/") -> Scope:
+    """Return the scope of a GET request, for a test that is the server itself."""
+    return {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "scheme": "http", "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+    }  # fmt: skip
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from fastapi import BackgroundTasks, Depends, FastAPI, Request
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 import ingress as serve
 from ingress.testing import Latch
-from tests.servers import bind, set_flags, until, wait_until
+from tests.servers import bind, scope_of, set_flags, until, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -24,14 +24,6 @@ def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     set_flags(monkeypatch, request.param)
     yield
     serve.shutdown()
-
-
-def scope_of(path: str = "/") -> Scope:
-    return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "scheme": "http", "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["async", "def", "background"])

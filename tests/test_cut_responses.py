@@ -25,6 +25,7 @@ from tests.servers import (
     forking,
     get,
     ongoing,
+    scope_of,
     served,
     set_flags,
     turns,
@@ -285,14 +286,6 @@ def test_receive_reports_the_disconnect_after_the_complete_answer() -> None:
 
 
 # The test is the server: its loop is the HTTP loop.
-
-
-def scope_of(path: str = "/") -> Scope:
-    return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "scheme": "http", "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
-    }  # fmt: skip
 
 
 async def test_a_client_that_leaves_as_the_answer_is_complete_cancels_no_background_task(

@@ -126,14 +126,6 @@ def held() -> Iterator[Held]:
     _before_fork.clear()
 
 
-@pytest.fixture
-def short_turns() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
 def starts_in_turn(held: Held, first: str, second: str) -> None:
     """Start processes by two URLs, and prove that the second waits, while its loop serves."""
     with ThreadPoolExecutor(2) as pool:
@@ -210,7 +202,7 @@ def test_a_process_that_is_cancelled_after_its_fork_is_ended() -> None:
     assert handle.all.remote().result() == [0, 0, 0, 0]
 
 
-def test_processes_of_two_replicas_all_start(separate: str, short_turns: None) -> None:
+def test_processes_of_two_replicas_all_start(separate: str, switch_interval: None) -> None:
     handle: Any = serve.run(bind(Api.options(num_replicas=2)), route_prefix=None)
     [each.result() for each in [handle.all.remote() for _ in range(4)]]
     before = steady(descriptors)

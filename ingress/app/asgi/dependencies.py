@@ -335,7 +335,7 @@ def _read_endpoint(*, call: Any, **given: Any) -> Dependant:
 _KINDS = ("path_params", "query_params", "header_params", "cookie_params", "body_params")
 _FILLED_IN = tuple(name for name in Dependant.__dataclass_fields__ if name.endswith("_param_name"))
 _GIVEN = tuple(signature_of(get_dependant).parameters.keys() - {"path", "call"})
-"""What FastAPI gives a node beside its call and the path."""
+"""The parameters of `get_dependant` that a node has as attributes, beside its call and path."""
 
 _GENERATORS: dict[Kind, type[Lifted]] = {
     Kind.GENERATOR: BoundGenerator,
