@@ -96,6 +96,26 @@ def read_head(
     return tuple.__new__(RequestMetadata, values), given, now
 
 
+def body_of(scope: Scope) -> tuple[bool | None, bool]:
+    """Return whether a request has a body, and whether its client waits until it is asked for.
+
+    `None` for a method that has none as a rule, over HTTP/2, where a body needs no length: a server
+    may not say that it has ended. Source: RFC 9110, 9.3 and 10.1.1.
+    """
+    has_length = waits = False
+    for name, value in scope["headers"]:
+        if name == b"content-length" or name == b"transfer-encoding":
+            has_length = True
+        elif name == b"expect":
+            waits = value.lower() == b"100-continue"
+    if has_length or scope.get("http_version", "1.1") < "2" or scope["method"] not in _BODILESS:
+        return True, waits
+    return None, False
+
+
+_BODILESS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE"))
+
+
 def content_length(scope: Scope) -> bytes:
     """Return the value of a request's content-length; b"" for none."""
     for name, value in scope["headers"]:

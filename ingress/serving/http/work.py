@@ -51,6 +51,10 @@ class HTTPWork(Work):
         self._template = self._kind = self._method = ""
 
     @property
+    def is_unread(self) -> bool:  # type: ignore[override]
+        return self.reply.first is None
+
+    @property
     def streamed_at(self) -> float:  # type: ignore[override]
         return self.reply.streamed_at
 
