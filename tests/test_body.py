@@ -6,16 +6,28 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import pytest
-from fastapi import Body, FastAPI, Request, WebSocket
-from starlette.responses import StreamingResponse
+from fastapi import (
+    APIRouter,
+    Body,
+    Depends,
+    FastAPI,
+    HTTPException,
+    Request,
+    Response,
+    WebSocket,
+)
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from websockets.sync.client import connect
 
 import ingress as serve
@@ -29,6 +41,7 @@ from tests.servers import (
     Connection,
     bind,
     environment,
+    forking,
     get,
     ongoing,
     process,
@@ -415,3 +428,196 @@ def test_a_small_body_is_one_message_however_it_comes() -> None:
         assert has_all.wait(PATIENCE_S)
 
     assert seen == [4]
+
+
+# Bodies that are read only if user code asks.
+
+
+in_child = FastAPI()
+
+
+@serve.deployment(isolation="process")
+@serve.ingress(in_child)
+class InChild:
+    @in_child.get("/")
+    async def get(self, request: Request) -> str:
+        return request.method
+
+    @in_child.post("/deny")
+    async def deny(self, request: Request) -> None:
+        raise HTTPException(401)
+
+    @in_child.post("/unread/{x}", dependencies=[Depends(HTTPBearer())])
+    def unread(self, x: int) -> int:
+        return x
+
+
+EXPECTS = "Content-Length: 10\r\nExpect: 100-continue\r\n"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [(each, "threads") for each in ("GET", "HEAD", "OPTIONS", "DELETE")] + [("GET", "process")],
+)
+async def test_a_server_that_never_ends_a_body_over_http_2_is_asked_for_it_by_user_code_only(
+    method: str, where: str
+) -> None:
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    statuses: list[int] = []
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class InThreads:
+        @app.api_route("/", methods=["GET", "HEAD", "OPTIONS", "DELETE"])
+        async def root(self, request: Request) -> str:
+            return request.method
+
+    application = bind(InThreads if where == "threads" else InChild)
+    scope: Scope = {
+        "type": "http", "http_version": "2", "method": method, "path": "/", "raw_path": b"/",
+        "query_string": b"", "root_path": "", "scheme": "http", "headers": [],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    with forking():
+        async with asyncio.timeout(PATIENCE_S):
+            await application(scope, never, send)
+        await application.aclose()
+    assert statuses == [200]
+
+
+@pytest.mark.parametrize("where", ["threads", "process"])
+def test_an_endpoint_refuses_a_body_whose_client_waits_until_it_is_asked_for(where: str) -> None:
+    log: list[str] = []
+    with forking():
+        port = served(denies(log) if where == "threads" else bind(InChild))
+        with Connection(port) as client:
+            client.request("/deny", method="POST", headers=EXPECTS)
+            assert b" 401 " in client.receive_until(b"{")  # after "100 Continue", of a child
+            if where == "threads":
+                assert client.received.startswith(b"HTTP/1.1 401 ")
+        serve.shutdown()
+
+
+@pytest.mark.parametrize("sent", [0, 100_000])
+@pytest.mark.parametrize("where", ["threads", "process"])
+def test_a_route_that_needs_no_body_answers_before_it_is_here(where: str, sent: int) -> None:
+    with forking():
+        port = served(denies([]) if where == "threads" else bind(InChild))
+        with Connection(port) as client:
+            post(client, "/unread/1", 10_000_000, sent)
+            assert client.receive_until(b"{").startswith(b"HTTP/1.1 401 ")
+        serve.shutdown()
+
+
+def test_what_reads_a_body_without_declaring_it_gets_the_whole() -> None:
+    app = FastAPI()
+
+    class Reads(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            inner = super().get_route_handler()
+
+            async def handler(request: Request) -> Response:
+                size = len(await request.body())
+                response = await inner(request)
+                response.headers["x-size"] = str(size)
+                return response
+
+            return handler
+
+    class Middleware:
+        def __init__(self, inner: ASGIApp) -> None:
+            self.inner = inner
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"] != "/in-middleware":
+                await self.inner(scope, receive, send)
+                return
+            size, more = 0, True
+            while more:
+                message = await receive()
+                more = message["more_body"]
+                size += len(message["body"])
+            await PlainTextResponse("", headers={"x-size": str(size)})(scope, receive, send)
+
+    app.add_middleware(Middleware)
+    router = APIRouter(route_class=Reads)
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Api:
+        @router.post("/in-handler")
+        async def in_handler(self) -> None:
+            pass
+
+        @app.post("/in-middleware")
+        async def in_middleware(self) -> None:
+            pass
+
+    app.include_router(router)
+    port = served(bind(Api))
+    for path in ("/in-handler", "/in-middleware"):
+        with Connection(port) as client:
+            post(client, path, 300_000, 100_000)
+            time.sleep(0.05)  # a part of the body comes later
+            client.send(b"7" * 200_000)
+            assert b"x-size: 300000" in client.receive_until(b"\r\n\r\n")
+
+
+def test_a_body_whose_client_waits_is_asked_for_when_user_code_reads_it() -> None:
+    with Connection(served(denies([]))) as client:
+        client.request("/reads", method="POST", headers=EXPECTS)
+        client.receive_until(b"100 Continue")
+        client.send(b"0123456789")
+        client.receive_until(b"\r\n\r\n10")
+
+
+def test_a_client_that_leaves_while_its_body_is_not_asked_for_is_noticed() -> None:
+    log: list[str] = []
+    with Connection(served(denies(log))) as client:
+        client.request("/waits", method="POST", headers=EXPECTS)
+        wait_until(lambda: log == ["began"])
+        time.sleep(0.1)  # sweeps, which must not ask for the body
+        client.socket.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.socket.recv(1)
+    wait_until(lambda: log == ["began", "cancelled"])
+
+
+def denies(log: list[str]) -> Application:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Denies:
+        @app.post("/deny")
+        async def deny(self, request: Request) -> None:
+            raise HTTPException(401)
+
+        @app.post("/unread/{x}", dependencies=[Depends(HTTPBearer())])
+        def unread(self, x: int) -> int:
+            return x
+
+        @app.post("/reads")
+        async def reads(self, request: Request) -> int:
+            return len(await request.body())
+
+        @app.post("/waits")
+        async def waits(self, request: Request) -> None:
+            log.append("began")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                log.append("cancelled")
+                raise
+
+    return bind(Denies)

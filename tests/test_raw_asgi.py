@@ -121,7 +121,8 @@ async def test_a_request_whose_first_message_is_awaited_holds_no_slot(
     async def send(message: Message) -> None:
         first.append(message)
 
-    slow = asyncio.create_task(asgi(scope_of("/raw", http_version="2"), receive, send))
+    upload = scope_of("/raw", http_version="2", method="POST")
+    slow = asyncio.create_task(asgi(upload, receive, send))
     await has_asked.wait()
     assert await ask(asgi, "/raw", [b""]) == (200, "")
     await turns()

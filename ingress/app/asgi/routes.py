@@ -76,7 +76,7 @@ from ingress.app.asgi.wrapped import (
     twin_of,
 )
 from ingress.context import REPLICA
-from ingress.core.base.foreign import copied
+from ingress.core.base.foreign import copied, stored
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
@@ -87,11 +87,15 @@ logger = logging.getLogger("ingress")
 
 @dataclass(frozen=True, slots=True)
 class RouteInfo:
-    """One route. `func` is the user's function."""
+    """One route. `func` is the user's function.
+
+    `unread` are the methods for which FastAPI answers without the body of the request.
+    """
 
     path: str
     is_websocket: bool
     func: Callable[..., object]
+    unread: frozenset[str] = frozenset()
 
 
 class RouteTree:
@@ -380,7 +384,27 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
         if endpoint is not None and getattr(endpoint, "__module__", "") != "fastapi.applications":
             is_websocket = isinstance(getattr(served, "original_route", served), WebSocketRoute)
             target = target_of(served)
-            yield RouteInfo(served.path, is_websocket, target.func if target else endpoint)
+            func = target.func if target else endpoint
+            yield RouteInfo(served.path, is_websocket, func, _unread(api_route(served)))
+
+
+def _unread(route: Any) -> frozenset[str]:
+    """Return the methods of a route which declares no body, and gives no user code a `Request`."""
+    if route is None or route.body_field is not None:
+        return frozenset()
+    kind_of_route = type(getattr(route, "original_route", route))
+    if stored(kind_of_route, "get_route_handler") is not APIRoute.get_route_handler:
+        return frozenset()
+    takes_request = any(
+        node.request_param_name is not None and not _reads_headers_only(node.call)
+        for node in nodes_of_route(route, with_endpoint=True)
+    )
+    return frozenset() if takes_request else frozenset(route.methods or ())
+
+
+def _reads_headers_only(call: object) -> bool:
+    """Return whether a dependency is one of FastAPI's own security schemes."""
+    return str(stored(type(call), "__module__")).startswith("fastapi.security.")
 
 
 def check_added(route: BaseRoute) -> None:

@@ -111,7 +111,9 @@ class BoundApp:
 
     def templates(self) -> RouteTemplates:
         """Return the path templates of the HTTP routes."""
-        return RouteTemplates(each.path for each in self.routes() if not each.is_websocket)
+        routes = [each for each in self.routes() if not each.is_websocket]
+        unread = {(each.path, method) for each in routes for method in each.unread}
+        return RouteTemplates((each.path for each in routes), unread)
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app, or the builder of an app built per replica."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from starlette.routing import compile_path
 from starlette.types import Scope
@@ -42,13 +42,17 @@ def route_template(scope: Scope) -> str | None:
 class RouteTemplates:
     """The path templates of an app, for lookups before a request is routed, and afterwards.
 
+    `unread` are those that need no body, each with its method.
     Immutable but for `_labels`, the labels of one prefix by path: it is replaced as a whole, and
     every thread puts the same value in, in one step.
     """
 
-    __slots__ = ("_labels", "_paths", "_patterns")
+    __slots__ = ("_labels", "_paths", "_patterns", "_unread")
 
-    def __init__(self, templates: Iterable[str] = ()) -> None:
+    def __init__(
+        self, templates: Iterable[str] = (), unread: Set[tuple[str, str]] = frozenset()
+    ) -> None:
+        self._unread = unread
         self._paths: set[str] = set()
         self._patterns: dict[str, re.Pattern[str]] = {}
         self._labels: tuple[str, dict[str, str]] = ("", {})
@@ -66,6 +70,10 @@ class RouteTemplates:
         if path in self._paths:
             return path
         return next((each for each, known in self._patterns.items() if known.match(path)), "")
+
+    def leaves_body(self, scope: Scope) -> bool:
+        """Return whether a request is answered without its body, unless a middleware reads it."""
+        return bool(self._unread) and (self.find(scope), scope["method"]) in self._unread
 
     def label(self, scope: Scope, prefix: str) -> str:
         """Return the prefix with the template of the route that has answered a request.

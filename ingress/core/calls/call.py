@@ -95,12 +95,14 @@ class Work:
     answered_at  when the answer to a request with a deadline was sent; 0 if at its work's end
     has_answer   the whole answer was sent, or cut: what still runs is a background task
     is_heard     user code was told that the client is gone
+    is_unread    the first message of a request is yet to be read, if user code asks for it
     """
 
     __slots__ = ()
     scope: Scope | None = None
     has_answer: bool = False
     is_heard: bool = False
+    is_unread: bool = False
     streamed_at: float = 0.0
     answered_at: float = 0.0
 

@@ -38,7 +38,8 @@ LOOK_S = 0.1  # between two sweeps, at most: in a longer time the loop stalled, 
 class Body:
     """The body of one request; its `receive` replaces the server's. Owned by the HTTP loop.
 
-    `is_open` becomes false with its last message. `error` is set once the body is too large, maybe
+    `is_open` becomes false with its last message; it is false before the first one if there should
+    be no body. `error` is set once the body is too large, maybe
     by its Content-Length alone: from then on its client counts as gone.
     """
 
@@ -54,18 +55,25 @@ class Body:
         "is_open",
     )
 
-    def __init__(self, receive: Receive, limits: HTTPLimits, length: bytes = b"") -> None:
+    def __init__(
+        self, receive: Receive, limits: HTTPLimits, length: bytes = b"", *, is_open: bool = True
+    ) -> None:
         self._receive = receive
         self._limits = limits
         self._size = 0
         self._is_awaited = False
         self._idle_since: float | None = None
         self._awaited_s = self._looked_at = 0.0
-        self.is_open = True
+        self.is_open = is_open
         self.error: RequestBodyTooLargeError | None = None
         limit = limits.max_body_size
         if limit is not None and length.isdigit() and int(length[:_DIGITS]) > limit:
             self.error = RequestBodyTooLargeError(limit)
+
+    @property
+    def may_be_too_large(self) -> bool:
+        """Return whether a part that is yet to come may be refused."""
+        return self._limits.max_body_size is not None
 
     @property
     def transport(self) -> Any:

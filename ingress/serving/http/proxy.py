@@ -33,8 +33,9 @@ from ingress.serving.http.asgi_messages import (
 )
 from ingress.serving.http.in_flight import InFlight
 from ingress.serving.http.origin import is_local
-from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.reply import HTTPReply, Reply
 from ingress.serving.http.request_head import (
+    body_of,
     read_head,
     request_id_of,
 )
@@ -185,9 +186,15 @@ class HTTPProxy:
             last_deadline = client_deadline(inner, now)
             attempts = Attempts(inner, limits.timeout_s, self._budget, last_deadline)
             inner = attempts.scope()
-        kind = HTTPReply if scope["type"] == "http" else WebSocketReply
         args = metadata, router, inner, receive, send
-        reply = kind(*args, has_body=not is_bodiless, limits=limits.http)
+        reply: Reply
+        if scope["type"] == "http":
+            has_body, waits = (
+                (False, False) if is_bodiless else body_of(inner, receive, router.templates)
+            )
+            reply = HTTPReply(*args, has_body=has_body, reads_ahead=not waits, limits=limits.http)
+        else:
+            reply = WebSocketReply(*args)
         reply.attempts = attempts
         if is_logged:
             note_reply(send, reply)

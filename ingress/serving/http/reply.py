@@ -53,7 +53,7 @@ from ingress.serving.http.reply_state import (
 )
 from ingress.serving.http.request_head import content_length
 from ingress.serving.http.stream_turns import LARGE, stream_turns
-from ingress.serving.http.uvicorn_connection import send_chunks
+from ingress.serving.http.uvicorn_connection import has_left, send_chunks
 from ingress.serving.http.work import HTTPWork
 from ingress.serving.replicas.router import Router
 
@@ -83,15 +83,16 @@ class Reply:
         task         the server's, if the call must not run in it; else `None`
 
     `has_body` is true if the server may have a body: the first message says so. If `None`, only
-    user code reads that message.
+    user code reads that message. Without `reads_ahead`, too: the client sends its body once it is
+    asked for, and an endpoint may refuse it.
     """
 
     is_http = True
     __slots__ = (
-        "_answer", "_client", "_event", "_expects_more", "_is_over", "_outbound", "_receive",
-        "_runner", "_send", "_stream", "answered_at", "attempts", "body", "call", "cut_by", "first",
-        "loop", "mailbox", "router", "state", "status", "stopped_by", "streamed_at", "task",
-        "thread", "work",
+        "_answer", "_client", "_event", "_expects_more", "_is_over", "_outbound", "_reads_ahead",
+        "_receive", "_runner", "_send", "_stream", "answered_at", "attempts", "body", "call",
+        "cut_by", "first", "loop", "mailbox", "router", "state", "status", "stopped_by",
+        "streamed_at", "task", "thread", "work",
     )  # fmt: skip
 
     def __init__(
@@ -103,15 +104,17 @@ class Reply:
         send: Send,
         *,
         has_body: bool | None = False,
+        reads_ahead: bool = True,
         limits: HTTPLimits = NO_LIMITS,
     ) -> None:
         self.router = router
         self.work = HTTPWork(self, scope, metadata.route)
         self.call = Call(metadata, self.work, copy_context(), None, self._on_settled)
         self.body: Body | None = None
-        if has_body and self.is_http:
-            self.body = Body(receive, limits, content_length(scope))
+        if has_body is not False and self.is_http:
+            self.body = Body(receive, limits, content_length(scope), is_open=bool(has_body))
             receive = self.body.receive
+        self._reads_ahead = reads_ahead and bool(has_body)
         self._receive = receive
         self._send = send
         self.loop = loop = asyncio.get_running_loop()
@@ -238,12 +241,15 @@ class Reply:
             await ended
 
     async def _read_ahead(self, body: Body) -> None:
-        # Before the call takes a slot: a slow upload must not hold one.
-        self.first = await body.read_ahead()
-        self._expects_more = body.is_open
+        if self._reads_ahead:
+            # Before the call takes a slot: a slow upload must not hold one.
+            self.first = await body.read_ahead()
+            self._expects_more = body.is_open
+        elif body.error is not None:
+            raise body.error
         if type(self._send) is AccessLine:
             self._send.queued_at = monotonic()
-        if not body.is_open and self.call.metadata.deadline is None:
+        if not (body.is_open or body.may_be_too_large) and self.call.metadata.deadline is None:
             self.task = None  # the call may run in the server's task
 
     async def ends_by_itself(self) -> bool:
@@ -448,8 +454,16 @@ class Reply:
         request_id, is_answered = self.call.metadata.request_id, self.status != 0
         if self.body and (late := self.body.timeout(now, request_id, is_answered=is_answered)):
             self._cut(late)
-        elif READING < self.state < LEFT and not self._is_over:
-            self.client().watch()  # earlier, `respond` reads the body
+        elif READING < self.state < LEFT and not self._is_over:  # earlier, `respond` reads the body
+            if not self._reads_ahead and self._client is None and self._awaits_request():
+                if has_left(self._receive):
+                    self._on_disconnect()
+            else:
+                self.client().watch()
+
+    def _awaits_request(self) -> bool:
+        """Return whether the client waits until its body is asked for: reading asks for it."""
+        return self.body is not None and self.body.is_open
 
     def pump(self) -> None:
         """Begin to read from the server: for user code, and to notice the client's disconnect."""

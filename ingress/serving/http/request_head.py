@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass
 from time import monotonic
 
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from ingress.app.asgi.received_headers import AddedHeader, Pair, with_replaced
+from ingress.app.asgi.template import RouteTemplates
 from ingress.core.base.settings import SESSION_HEADER
 from ingress.core.base.types import PRIORITIES, DeploymentID, RequestMetadata, new_request_id
 from ingress.core.calls.deadlines import TIMEOUT_HEADER, earlier
+from ingress.serving.http.uvicorn_connection import is_incomplete
 
 REQUEST_ID_HEADER = b"x-request-id"
 
@@ -94,6 +96,29 @@ def read_head(
         priority,
     )  # fmt: skip
     return tuple.__new__(RequestMetadata, values), given, now
+
+
+def body_of(scope: Scope, receive: Receive, templates: RouteTemplates) -> tuple[bool | None, bool]:
+    """Return whether a request has a body, and whether that is read only if user code asks.
+
+    The first is `None` for a method that has none as a rule, over HTTP/2, where a body needs no
+    length: a server may not say that it has ended. The second is true if the client waits until it
+    is asked, or if the route needs no body. Source: RFC 9110, 9.3 and 10.1.1.
+    """
+    has_length = waits = False
+    for name, value in scope["headers"]:
+        if name == b"content-length" or name == b"transfer-encoding":
+            has_length = True
+        elif name == b"expect":
+            waits = value.lower() == b"100-continue"
+    if has_length:
+        return True, waits or (is_incomplete(receive) and templates.leaves_body(scope))
+    if scope.get("http_version", "1.1") < "2" or scope["method"] not in _BODILESS:
+        return True, waits
+    return None, False
+
+
+_BODILESS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE"))
 
 
 def content_length(scope: Scope) -> bytes:

@@ -58,6 +58,11 @@ def has_no_body(receive: Receive) -> bool:
     return getattr(cycle, "more_body", True) is False and getattr(cycle, "body", None) == b""
 
 
+def is_incomplete(receive: Receive) -> bool:
+    """Return whether a part of the body is yet to come. False with any other server."""
+    return getattr(getattr(receive, "__self__", None), "more_body", False) is True
+
+
 def has_unread(transport: Any) -> bool:
     """Return whether data has arrived that the connection's protocol has not been given yet."""
     return _polled(transport, getattr(select, "POLLIN", 0))

@@ -52,6 +52,10 @@ class HTTPWork(Work):
         self._template = self._kind = self._method = ""
 
     @property
+    def is_unread(self) -> bool:  # type: ignore[override]
+        return self.reply.first is None
+
+    @property
     def streamed_at(self) -> float:  # type: ignore[override]
         return self.reply.streamed_at
 
@@ -105,7 +109,9 @@ class HTTPWork(Work):
                     raise RuntimeError("'http.response.body' was sent before 'http.response.start'")
                 self.reply.mailbox.post(self.reply.complete, self._start, message)
                 self._start = None
-                self.note_answer()
+                self.has_answer = True
+                if self._is_pumping:  # as `note_answer`, whose call would cost every request
+                    self.reply.disconnect(NORMAL)
                 return
             await self._stream()
         assert self._outbound is not None

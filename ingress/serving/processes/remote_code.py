@@ -128,10 +128,13 @@ class RemoteCode:
         body, has_more, is_http = b"", False, scope["type"] == "http"
         if self._templates is not None:
             scope[TEMPLATES] = self._templates
-        if is_http:
+        call = CURRENT_CALL.get()
+        metadata = call.metadata
+        if is_http and call.work.is_unread:
+            has_more = True
+        elif is_http:
             first = await receive()
             body, has_more = first.get("body", b""), first.get("more_body", False)
-        metadata = CURRENT_CALL.get().metadata
         head = envelope_of(metadata, span_headers()), scope_as_sent(scope)
         work = self.link.send(Kind.HTTP, encode((*head, outside(bytes(body)), has_more)))
         feeding: asyncio.Task[None] | None = None
