@@ -1,14 +1,14 @@
 """A pytest plugin that serves the apps of another project's tests as deployments.
 
-    --served-by=fastapi   the tests as they are
+    --served-by=itself    the tests as they are
     --served-by=ingress   a client gets `@serve.deployment @serve.ingress(app)` in place of `app`
     --served-by=borrowed  the same, and user code runs on the event loop of the test
 
 The clients are Starlette's `TestClient` and httpx's `ASGITransport`. An app has one deployment,
 however many clients it has. Applications without a lifespan stop after the test, or after the
-module that made them.
+module that made them. Tests on trio do not run: an application needs asyncio.
 
-`--outcomes=FILE` writes the outcome of each test, and which tests ran on trio.
+`--outcomes=FILE` writes the outcome of each test.
 """
 
 from __future__ import annotations
@@ -22,26 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import starlette.testclient
+from starlette import testclient
 
 import ingress as serve
-
-ON_TRIO = "on trio"
 
 _applications: dict[int, tuple[Any, Any]] = {}
 """By the id of an app: the app, which keeps the id, and its application."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--served-by", choices=("fastapi", "ingress", "borrowed"), default="fastapi")
+    parser.addoption("--served-by", choices=("itself", "ingress", "borrowed"), default="itself")
     parser.addoption("--outcomes", type=Path)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _note_trio_clients()
     served_by = config.getoption("--served-by")
-    if served_by != "fastapi":
-        _replace_apps(starlette.testclient.TestClient)
+    if served_by != "itself":
+        _replace_apps(testclient.TestClient)
         for each in _transports():
             _replace_apps(each)
             if served_by == "borrowed":
@@ -53,16 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_trio = [each for each in items if _is_on_trio(each)]
+    config.hook.pytest_deselected(items=on_trio)
+    items[:] = [each for each in items if each not in on_trio]
+
+
+def _is_on_trio(item: pytest.Item) -> bool:
     params = getattr(getattr(item, "callspec", None), "params", {})
-    backend = params.get("anyio_backend")
-    _Current.ran_on_trio = "trio" in (backend[0] if isinstance(backend, tuple) else str(backend))
-    try:
-        return (yield)
-    finally:
-        if _Current.ran_on_trio:
-            item.user_properties.append((ON_TRIO, True))
+    backends = (params.get(name) for name in ("anyio_backend", "backend"))
+    return any((each[0] if isinstance(each, tuple) else each) == "trio" for each in backends)
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +77,6 @@ def _stop_applications_of_module() -> Iterator[None]:
         _stop(application)
 
 
-class _Current:
-    ran_on_trio = False
-
-
 class _Outcomes:
     """The outcomes of a run, by test. Owned by the process that reports."""
 
@@ -97,8 +90,6 @@ class _Outcomes:
             known["outcome"] = report.outcome
             if report.failed:
                 known["why"] = _last_line(report.longreprtext)
-        if (ON_TRIO, True) in report.user_properties:
-            known["trio"] = True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -117,17 +108,6 @@ def _last_line(text: str) -> str:
 def _transports() -> Iterator[Any]:
     for name in ("httpx", "httpx2"):
         yield pytest.importorskip(name).ASGITransport
-
-
-def _note_trio_clients() -> None:
-    made = starlette.testclient.TestClient.__init__
-
-    def init(self: Any, app: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, app, *args, **kwargs)
-        if self.async_backend["backend"] == "trio":
-            _Current.ran_on_trio = True
-
-    starlette.testclient.TestClient.__init__ = init  # type: ignore[method-assign]
 
 
 def _replace_apps(client: Any) -> None:
