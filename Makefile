@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: bench-batching dist docs docs-serve help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
-	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-differential clean
+	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-starlette-suite test-differential clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-%-suite/.made .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
@@ -195,6 +195,9 @@ test-fastapi-pre: .venv-fastapi/pre/.test
 test-fastapi-suite: .venv-fastapi-suite/.made ## FastAPI's own tests, plain and through deployments: 10 minutes
 	@.venv-fastapi-suite/bin/python -m tests.suites fastapi $(ARGS)
 
+test-starlette-suite: .venv-starlette-suite/.made ## Starlette's own tests, in the same way: 2 minutes
+	@.venv-starlette-suite/bin/python -m tests.suites starlette $(ARGS)
+
 test-differential: .venv/.test ## Random applications, plain and as a class; COUNT=20000, at all flags: an hour
 	@$(BIN)/python -m tests.differential.compare $(or $(COUNT),2000) $(ARGS)
 	@$(BIN)/python -m tests.differential.compare 100 --first 1000000 --processes
@@ -203,7 +206,7 @@ test-differential: .venv/.test ## Random applications, plain and as a class; COU
 
 clean: ## Remove the environments and caches
 	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-page .venv-ecosystem .ecosystem \
-		.venv-fastapi-suite .fastapi-suite \
+		.venv-fastapi-suite .fastapi-suite .venv-starlette-suite .starlette-suite \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed. What runs is compiled when it

@@ -2,6 +2,7 @@
 
     python -m tests.suites fastapi                    all of FastAPI's: 6 minutes
     python -m tests.suites fastapi tests/test_sse.py  some of them
+    python -m tests.suites starlette                  all of Starlette's: 2 minutes
 
 Exits with 1 if a test passes plain, fails through a deployment and is not listed, if a listed one
 passes or is gone, or if the check of an artefact fails. See `differences` for the list.

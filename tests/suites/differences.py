@@ -1,6 +1,6 @@
 """The tests of a project that pass plain and fail through a deployment, with reasons.
 
-`fastapi.toml` has them in groups, each with a reason, a kind and a check:
+`fastapi.toml` and `starlette.toml` have them in groups, each with a reason, a kind and a check:
 
     artefact    the behaviour is the same, the test cannot see it    a test here that sees it
     deviation   the behaviour differs                                its row in docs/deviations.md

@@ -1,6 +1,6 @@
 """The projects whose own tests run here, and their source distributions of the installed versions.
 
-python -m tests.suites.sdist fastapi    installs the packages that FastAPI's tests need
+python -m tests.suites.sdist starlette    installs the packages that Starlette's tests need
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ PROJECTS = {
             folders=("tests", "docs_src"),
             ignored=("tests/benchmarks", "tests/memory_benchmarks"),
         ),
+        Project("starlette", extra="full", group="dev", folders=("tests",)),
     )
 }
 

@@ -18,11 +18,15 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette import testclient
+from starlette.applications import Starlette
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
 import ingress as serve
 
@@ -39,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     served_by = config.getoption("--served-by")
     if served_by != "itself":
         _replace_apps(testclient.TestClient)
+        _note_lifespans()
+        _allow_joins()
         for each in _transports():
             _replace_apps(each)
             if served_by == "borrowed":
@@ -119,6 +125,50 @@ def _replace_apps(client: Any) -> None:
     client.__init__ = init
 
 
+class _Raw:
+    """An ASGI app that is no Starlette, as `TestClient` calls it.
+
+    It may be a class or an ASGI 2 app, and has a lifespan only if the client is in a `with`. A
+    replica has one always, which the apps of many tests answer as if it were a request.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app if testclient._is_asgi3(app) else testclient._WrapASGI2(app)
+        self.has_lifespan = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" or self.has_lifespan:
+            await self.app(scope, receive, send)
+
+
+def _note_lifespans() -> None:
+    entered = testclient.TestClient.__enter__
+
+    def enter(self: Any) -> Any:
+        app = self.app.deployment.func_or_class.__ingress_spec__.app
+        if isinstance(app, _Raw):
+            app.has_lifespan = True
+        return entered(self)
+
+    testclient.TestClient.__enter__ = enter  # type: ignore[method-assign]
+
+
+def _allow_joins() -> None:
+    """Let an application join its threads on its client's loop, which Starlette's tests forbid."""
+    if find_spec("blockbuster") is None:
+        return
+    from blockbuster import BlockBuster
+
+    activate = BlockBuster.activate
+
+    def allowing(self: Any) -> None:
+        join = self.functions["threading.Lock.acquire"]
+        join.can_block_in("/ingress/engines/engine_threads.py", {"stop"})
+        activate(self)
+
+    BlockBuster.activate = allowing  # type: ignore[method-assign,unused-ignore]
+
+
 def _start_with_client(transport: Any) -> None:
     """Start the application with its client: then its lifespan lends it the loop of the test."""
 
@@ -136,7 +186,8 @@ def _start_with_client(transport: Any) -> None:
 def _application(app: Any) -> Any:
     known = _applications.get(id(app))
     if known is None:
-        application = serve.deployment(serve.ingress(app)()).bind()
+        served = app if isinstance(app, (Starlette, Router)) else _Raw(app)
+        application = serve.deployment(serve.ingress(served)()).bind()
         known = _applications[id(app)] = app, application
     return known[1]
 
