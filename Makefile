@@ -32,9 +32,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: bench-batching dist docs docs-serve help run test test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
-	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-differential clean
+	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-starlette-suite test-differential clean
 .DELETE_ON_ERROR:
-.PRECIOUS: .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
+.PRECIOUS: .venv-%-suite/.made .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -193,7 +193,10 @@ test-fastapi-pre: .venv-fastapi/pre/.test
 		else echo "There is no pre-release of either"; fi
 
 test-fastapi-suite: .venv-fastapi-suite/.made ## FastAPI's own tests, plain and through deployments: 10 minutes
-	@.venv-fastapi-suite/bin/python -m tests.fastapi_suite $(ARGS)
+	@.venv-fastapi-suite/bin/python -m tests.suites fastapi $(ARGS)
+
+test-starlette-suite: .venv-starlette-suite/.made ## Starlette's own tests, in the same way: 2 minutes
+	@.venv-starlette-suite/bin/python -m tests.suites starlette $(ARGS)
 
 test-differential: .venv/.test ## Random applications, plain and as a class; COUNT=20000, at all flags: an hour
 	@$(BIN)/python -m tests.differential.compare $(or $(COUNT),2000) $(ARGS)
@@ -203,7 +206,7 @@ test-differential: .venv/.test ## Random applications, plain and as a class; COU
 
 clean: ## Remove the environments and caches
 	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-page .venv-ecosystem .ecosystem \
-		.venv-fastapi-suite .fastapi-suite \
+		.venv-fastapi-suite .fastapi-suite .venv-starlette-suite .starlette-suite \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps: an environment is made again when pyproject.toml changed. What runs is compiled when it
@@ -247,12 +250,12 @@ clean: ## Remove the environments and caches
 	@touch $@
 
 # Its pip is newer than that of the oldest Python here, which knows no groups of requirements.
-.venv-fastapi-suite/.made: pyproject.toml tests/fastapi_suite/sdist.py
-	@echo "Making .venv-fastapi-suite ..."
-	@$(PYTHON) -m venv .venv-fastapi-suite
-	@.venv-fastapi-suite/bin/python -m pip install -qq --disable-pip-version-check --upgrade "pip>=25.1"
-	@.venv-fastapi-suite/bin/python -m pip install -qq --disable-pip-version-check -e .
-	@.venv-fastapi-suite/bin/python -m tests.fastapi_suite.sdist
+.venv-%-suite/.made: pyproject.toml tests/suites/sdist.py
+	@echo "Making .venv-$*-suite ..."
+	@$(PYTHON) -m venv .venv-$*-suite
+	@.venv-$*-suite/bin/python -m pip install -qq --disable-pip-version-check --upgrade "pip>=25.1"
+	@.venv-$*-suite/bin/python -m pip install -qq --disable-pip-version-check -e .
+	@.venv-$*-suite/bin/python -m tests.suites.sdist $*
 	@touch $@
 
 .venv-docs/.made: pyproject.toml

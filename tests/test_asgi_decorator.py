@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ingress as served_api
@@ -361,3 +364,14 @@ NO_CLASS = "ASGIIngressDeployment"  # Ray's name for it
 def test_without_a_class_and_without_an_app_there_is_nothing_to_serve() -> None:
     with pytest.raises(ValueError, match="requires ASGIIngressDeployment to define"):
         ingress()()
+
+
+def test_an_http_exception_of_static_files_that_are_served_alone_is_answered(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "page.html").write_text("page")
+    app = served_api.deployment(ingress(StaticFiles(directory=tmp_path))()).bind()
+    with TestClient(app) as client:
+        assert client.get("/page.html").text == "page"
+        answer = client.get("/missing")
+    assert (answer.status_code, answer.json()) == (404, {"detail": "Not Found"})

@@ -1,8 +1,9 @@
-"""FastAPI's tests that cannot pass through a deployment: the list, and checks of the behaviour."""
+"""Tests of FastAPI and Starlette that fail through a deployment: the lists, and their checks."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,29 +16,39 @@ import httpx
 import pytest
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
-from starlette.routing import Match
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Match, Route
 from starlette.testclient import TestClient
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import ingress as serve
 from ingress.app.asgi.compat import IncludedRouter
 from ingress.exceptions import UserCodeExit
-from tests.fastapi_suite.artefacts import BORROWED, MOST, artefacts
+from tests.suites.differences import BORROWED, KINDS, differences
+from tests.suites.sdist import PROJECTS
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_list_of_artefacts_is_short_and_each_has_a_reason_and_a_check() -> None:
-    listed = artefacts()
-    assert sum(not each.counts for each in listed.values()) <= MOST
-    for artefact in listed.values():
-        assert artefact.reason.endswith(".")
-        if artefact.check != BORROWED:
-            path, _, name = artefact.check.partition("::")
+@pytest.mark.parametrize("project", PROJECTS)
+def test_each_listed_difference_has_a_reason_and_a_check_that_exists(project: str) -> None:
+    listed = differences(project)
+    assert listed
+    deviations = (ROOT / "docs/deviations.md").read_text()
+    for each in listed.values():
+        assert each.kind in KINDS
+        assert each.reason.endswith(".")
+        if each.kind == "deviation":
+            assert f"| {each.check} |" in deviations
+        elif each.kind == "artefact" and each.check != BORROWED:
+            path, _, name = each.check.partition("::")
             assert f"def {name}(" in (ROOT / path).read_text()
 
 
-def served(app: FastAPI) -> Any:
+def served(app: Any) -> Any:
     return serve.deployment(serve.ingress(app)()).bind()
 
 
@@ -206,3 +217,70 @@ def test_a_def_endpoint_sees_the_context_of_its_request_in_its_thread(app: FastA
     with TestClient(served(app)) as client:
         client.get("/loop")
         assert client.get("/").json() == ["of the request", False]
+
+
+@pytest.mark.skipif(
+    "max_body_size" not in inspect.signature(Starlette).parameters,
+    reason="this Starlette has no limit of bodies",
+)
+def test_the_body_limit_of_a_starlette_stands_before_its_middleware() -> None:
+    received: list[Any] = []
+
+    class Reads:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                received.append(await receive())
+            await self.app(scope, receive, send)
+
+    async def endpoint(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("ok")
+
+    app = Starlette(
+        routes=[Route("/", endpoint, methods=["POST"])],
+        middleware=[Middleware(Reads)],
+        max_body_size=5,
+    )
+    with TestClient(served(app)) as client:
+        assert client.post("/", content=b"123456").status_code == 413
+        assert received == []
+        assert client.post("/", content=b"12345").status_code == 200
+
+
+def test_a_raw_app_that_raises_is_answered_as_under_a_server() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError
+
+    with TestClient(served(app), raise_server_exceptions=False) as client:
+        answer = client.get("/")
+    assert (answer.status_code, answer.text) == (500, "Internal Server Error")
+
+
+@pytest.mark.anyio
+async def test_messages_of_extensions_reach_the_server_in_order() -> None:
+    sent: list[Message] = [
+        {"type": "http.response.start", "status": 200, "headers": [], "trailers": True},
+        {"type": "http.response.debug", "info": {}},
+        {"type": "http.response.body", "body": b"hello"},
+        {"type": "http.response.trailers", "headers": [(b"x-item", b"one")]},
+    ]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in sent if scope["type"] == "http" else ():
+            await send(message)
+
+    async def receive() -> Message:
+        return await inbound.get()
+
+    async def send(message: Message) -> None:
+        received.append(message["type"])
+
+    inbound, received = asyncio.Queue[Message](), list[str]()
+    inbound.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+    application = served(app)
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
+    await application(scope, receive, send)
+    await application.aclose()
+    assert received == [each["type"] for each in sent]

@@ -1,14 +1,14 @@
 """A pytest plugin that serves the apps of another project's tests as deployments.
 
-    --served-by=fastapi   the tests as they are
+    --served-by=itself    the tests as they are
     --served-by=ingress   a client gets `@serve.deployment @serve.ingress(app)` in place of `app`
     --served-by=borrowed  the same, and user code runs on the event loop of the test
 
 The clients are Starlette's `TestClient` and httpx's `ASGITransport`. An app has one deployment,
 however many clients it has. Applications without a lifespan stop after the test, or after the
-module that made them.
+module that made them. Tests on trio do not run: an application needs asyncio.
 
-`--outcomes=FILE` writes the outcome of each test, and which tests ran on trio.
+`--outcomes=FILE` writes the outcome of each test.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import starlette.testclient
+from starlette import testclient
+from starlette.applications import Starlette
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
 import ingress as serve
-
-ON_TRIO = "on trio"
 
 _applications: dict[int, tuple[Any, Any]] = {}
 """By the id of an app: the app, which keeps the id, and its application."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--served-by", choices=("fastapi", "ingress", "borrowed"), default="fastapi")
+    parser.addoption("--served-by", choices=("itself", "ingress", "borrowed"), default="itself")
     parser.addoption("--outcomes", type=Path)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _note_trio_clients()
     served_by = config.getoption("--served-by")
-    if served_by != "fastapi":
-        _replace_apps(starlette.testclient.TestClient)
+    if served_by != "itself":
+        _replace_apps(testclient.TestClient)
+        _note_lifespans()
+        _allow_joins()
         for each in _transports():
             _replace_apps(each)
             if served_by == "borrowed":
@@ -53,16 +56,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_trio = [each for each in items if _is_on_trio(each)]
+    config.hook.pytest_deselected(items=on_trio)
+    items[:] = [each for each in items if each not in on_trio]
+
+
+def _is_on_trio(item: pytest.Item) -> bool:
     params = getattr(getattr(item, "callspec", None), "params", {})
-    backend = params.get("anyio_backend")
-    _Current.ran_on_trio = "trio" in (backend[0] if isinstance(backend, tuple) else str(backend))
-    try:
-        return (yield)
-    finally:
-        if _Current.ran_on_trio:
-            item.user_properties.append((ON_TRIO, True))
+    backends = (params.get(name) for name in ("anyio_backend", "backend"))
+    return any((each[0] if isinstance(each, tuple) else each) == "trio" for each in backends)
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +83,6 @@ def _stop_applications_of_module() -> Iterator[None]:
         _stop(application)
 
 
-class _Current:
-    ran_on_trio = False
-
-
 class _Outcomes:
     """The outcomes of a run, by test. Owned by the process that reports."""
 
@@ -97,8 +96,6 @@ class _Outcomes:
             known["outcome"] = report.outcome
             if report.failed:
                 known["why"] = _last_line(report.longreprtext)
-        if (ON_TRIO, True) in report.user_properties:
-            known["trio"] = True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -119,17 +116,6 @@ def _transports() -> Iterator[Any]:
         yield pytest.importorskip(name).ASGITransport
 
 
-def _note_trio_clients() -> None:
-    made = starlette.testclient.TestClient.__init__
-
-    def init(self: Any, app: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, app, *args, **kwargs)
-        if self.async_backend["backend"] == "trio":
-            _Current.ran_on_trio = True
-
-    starlette.testclient.TestClient.__init__ = init  # type: ignore[method-assign]
-
-
 def _replace_apps(client: Any) -> None:
     made = client.__init__
 
@@ -137,6 +123,50 @@ def _replace_apps(client: Any) -> None:
         made(self, _application(app), *args, **kwargs)
 
     client.__init__ = init
+
+
+class _Raw:
+    """An ASGI app that is no Starlette, as `TestClient` calls it.
+
+    It may be a class or an ASGI 2 app, and has a lifespan only if the client is in a `with`. A
+    replica has one always, which the apps of many tests answer as if it were a request.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app if testclient._is_asgi3(app) else testclient._WrapASGI2(app)
+        self.has_lifespan = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" or self.has_lifespan:
+            await self.app(scope, receive, send)
+
+
+def _note_lifespans() -> None:
+    entered = testclient.TestClient.__enter__
+
+    def enter(self: Any) -> Any:
+        app = self.app.deployment.func_or_class.__ingress_spec__.app
+        if isinstance(app, _Raw):
+            app.has_lifespan = True
+        return entered(self)
+
+    testclient.TestClient.__enter__ = enter  # type: ignore[method-assign]
+
+
+def _allow_joins() -> None:
+    """Let an application join its threads on its client's loop, which Starlette's tests forbid."""
+    if find_spec("blockbuster") is None:
+        return
+    from blockbuster import BlockBuster
+
+    activate = BlockBuster.activate
+
+    def allowing(self: Any) -> None:
+        join = self.functions["threading.Lock.acquire"]
+        join.can_block_in("/ingress/engines/engine_threads.py", {"stop"})
+        activate(self)
+
+    BlockBuster.activate = allowing  # type: ignore[method-assign,unused-ignore]
 
 
 def _start_with_client(transport: Any) -> None:
@@ -156,7 +186,8 @@ def _start_with_client(transport: Any) -> None:
 def _application(app: Any) -> Any:
     known = _applications.get(id(app))
     if known is None:
-        application = serve.deployment(serve.ingress(app)()).bind()
+        served = app if isinstance(app, (Starlette, Router)) else _Raw(app)
+        application = serve.deployment(serve.ingress(served)()).bind()
         known = _applications[id(app)] = app, application
     return known[1]
 
