@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fastapi import APIRouter, FastAPI
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
@@ -366,12 +367,14 @@ def test_without_a_class_and_without_an_app_there_is_nothing_to_serve() -> None:
         ingress()()
 
 
-def test_an_http_exception_of_static_files_that_are_served_alone_is_answered(
+def test_an_http_exception_of_static_files_that_are_served_alone_is_an_error_as_under_a_server(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "page.html").write_text("page")
     app = served_api.deployment(ingress(StaticFiles(directory=tmp_path))()).bind()
     with TestClient(app) as client:
         assert client.get("/page.html").text == "page"
-        answer = client.get("/missing")
-    assert (answer.status_code, answer.json()) == (404, {"detail": "Not Found"})
+        with pytest.raises(HTTPException, match="404"):
+            client.get("/missing")
+    with TestClient(app, raise_server_exceptions=False) as client:
+        assert client.get("/missing").status_code == 500

@@ -244,17 +244,20 @@ def _chunk(item: object, *, is_text: bool) -> bytes:
     )
 
 
-def error_response(error: BaseException) -> Response:
-    """Return the response to a failed request; it reveals no internals of the error."""
+def error_response(error: BaseException, *, of_app: bool = True) -> Response:
+    """Return the response to a failed request; it reveals no internals of the error.
+
+    An `HTTPException` of an app, which no handler of the app has answered, is an error like others.
+    """
     try:
-        return call_inline(_response_for, error)
+        return call_inline(lambda: _response_for(error, of_app=of_app))
     except Exception:
         logger.debug("%s cannot be read, for its response", type(error).__name__, exc_info=True)
         return Response(b"Internal Server Error", 500)
 
 
-def _response_for(error: BaseException) -> Response:
-    if isinstance(error, HTTPException):
+def _response_for(error: BaseException, *, of_app: bool) -> Response:
+    if not of_app and isinstance(error, HTTPException):
         if error.status_code in (204, 304):
             return Response(status_code=error.status_code, headers=error.headers)
         return JSONResponse(

@@ -410,6 +410,7 @@ class RunningDeployment:
         self.before, self.is_untried, self.rejected = version.before, False, ""
         self.router.limit(version.config.max_queued_requests, version.config.backpressure_config)
         self.router.graceful_shutdown_timeout_s = version.config.graceful_shutdown_timeout_s
+        self.router.has_app = version.bound_app is not None
         if version.bound_app is not None:
             self.router.templates = version.bound_app.templates()
         self.desire(count=version.count, version=version.number, config=version.config_number)

@@ -193,7 +193,7 @@ async def _send_error(
         if reason is not None:
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
         return reason is not None
-    response = error_response(error)
+    response = error_response(error, of_app=reply.router.has_app)
     reply.status = response.status_code
     if reply.body is not None and reply.body.is_open:
         await answer_and_close(response, scope, receive, send)

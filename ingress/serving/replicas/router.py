@@ -54,9 +54,9 @@ class Router:
     __slots__ = (
         "_backpressure", "_chooser", "_held", "_holders", "_idle", "_last", "_later",
         "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
-        "available", "deployment_id", "graceful_shutdown_timeout_s", "http", "max_queued_requests",
-        "num_expired", "num_rejected", "num_requests", "num_retries", "num_shed", "replicas",
-        "templates",
+        "available", "deployment_id", "graceful_shutdown_timeout_s", "has_app", "http",
+        "max_queued_requests", "num_expired", "num_rejected", "num_requests", "num_retries",
+        "num_shed", "replicas", "templates",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +73,7 @@ class Router:
     ) -> None:
         self.deployment_id = deployment_id
         self.templates = templates or RouteTemplates()
+        self.has_app = templates is not None  # of `@serve.ingress`
         self.max_queued_requests = max_queued_requests
         self.graceful_shutdown_timeout_s = graceful_shutdown_timeout_s
         self._backpressure = backpressure or BackpressureConfig()
