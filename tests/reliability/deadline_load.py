@@ -1,5 +1,8 @@
 """A server under twice its load, with deadlines of one second and clients that disconnect.
 
+Clients leave before their answer, and in the middle of streams and files. In the end no file,
+descriptor, task, thread or slot of theirs may be left.
+
     python -m tests.reliability.deadline_load 1000000        by the flags 111
     python -m tests.reliability.deadline_load 1000000 all    by each of the eight combinations
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import platform
 import random
 import sys
@@ -34,20 +38,26 @@ SLOTS = 20
 CAPACITY = REPLICAS * SLOTS / SERVICE_S
 RATE = 2 * CAPACITY
 CLIENTS = 2_500  # the requests in flight within a second, and some that linger
+LARGEST = 4_000_000  # bytes of a stream
 LEAVING = 0.1
-PATHS = ["/async"] * 5 + ["/handle"] * 2 + ["/late"] * 2
-IN_THREADS = [*PATHS, "/def"]  # with the threadpool: on a loop, a `def` that sleeps stops all
+LEAVING_LARGE = 0.8  # of those that have got the head of a stream or a file
+SETTLES_S = 20.0
+KEPT = {"threads": 40, "descriptors": 8}  # of the pool of threads; of what is made at first use
+LARGE = ["/stream", "/file"]
+PATHS = ["/async"] * 20 + ["/handle"] * 8 + ["/late"] * 8 + LARGE
+IN_THREADS = [*PATHS, *["/def"] * 4]  # a `def` that sleeps on a loop stops all
 FLAGS = ["".join(each) for each in itertools.product("01", repeat=3)]
-EXPECTED = ("200", "408", "503", "left")
+EXPECTED = ("200", "408", "503", "left", "cut at its deadline")
 HEADERS = "host: localhost\r\nx-request-timeout-seconds: {}\r\n"
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Counts of answers, and of deaths of the server."""
+    """Counts of answers, of deaths of the server, and of what is left in it."""
 
     became: Counter[str] = field(default_factory=Counter)
     deaths: list[str] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -59,7 +69,7 @@ class Outcome:
         answers = ", ".join(f"{count:,} x {what}" for what, count in self.became.most_common())
         return (
             f"CPython {platform.python_version()}: {self.became.total():,} requests in "
-            f"{self.seconds:.0f} s ({answers}); {len(self.deaths)} deaths"
+            f"{self.seconds:.0f} s ({answers}); {len(self.deaths)} deaths, left: {self.left}"
         )
 
 
@@ -78,6 +88,7 @@ class Attack:
     async def run(self, folder: Path) -> Outcome:
         with ExitStack() as servers:
             server = await asyncio.to_thread(self._serve, servers, folder)
+            before = await asyncio.to_thread(self._held)
             began = time.monotonic()
             clients = asyncio.gather(*(self._client(began) for _ in range(CLIENTS)))
             while not clients.done():
@@ -90,7 +101,22 @@ class Attack:
                     print(self.outcome, flush=True)
             clients.result()
             assert (await asyncio.to_thread(get, self.port, "/async")).status == 200
+            ends = time.monotonic() + SETTLES_S
+            while True:
+                after = await asyncio.to_thread(self._held)
+                self.outcome.left = {
+                    what: count - before[what] - KEPT.get(what, 0)
+                    for what, count in after.items()
+                    if count > before[what] + KEPT.get(what, 0)
+                }
+                if not self.outcome.left or time.monotonic() > ends:
+                    break
+                await asyncio.sleep(0.5)
         return self.outcome
+
+    def _held(self) -> dict[str, int]:
+        held: dict[str, int] = json.loads(get(self.port, "/left").body)
+        return held
 
     def _serve(self, servers: ExitStack, folder: Path) -> ServerProcess:
         settings = {"REPLICAS": REPLICAS, "SLOTS": SLOTS, "QUEUED": -1}
@@ -114,7 +140,9 @@ class Attack:
                 is_used = streams is not None
                 try:
                     if streams is None:
-                        streams = await asyncio.open_connection("127.0.0.1", self.port)
+                        streams = await asyncio.open_connection(
+                            "127.0.0.1", self.port, limit=LARGEST
+                        )
                     became = await self._ask(*streams)
                 except TimeoutError:
                     became = "no answer"
@@ -138,8 +166,22 @@ class Attack:
             return "left"
         async with asyncio.timeout(PATIENCE_S):
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            length = head.split(b"content-length: ")[1].split(b"\r\n")[0]
-            await reader.readexactly(int(length))
+            is_large = path in LARGE and b" 200 " in head
+            try:
+                if is_large and random.random() < LEAVING_LARGE:
+                    await reader.readexactly(random.randrange(100_000))
+                    if random.random() < 0.5:
+                        writer.close()
+                    return "left"
+                if b"chunked" in head:
+                    await reader.readuntil(b"\r\n0\r\n\r\n")
+                else:
+                    length = head.split(b"content-length: ")[1].split(b"\r\n")[0]
+                    await reader.readexactly(int(length))
+            except EOFError:
+                if is_large:
+                    return "cut at its deadline"
+                raise
         if b"connection: close" in head:
             writer.close()
         return head.split()[1].decode()
@@ -157,7 +199,7 @@ def main(requests: int, combinations: list[str]) -> int:
     for flags in combinations:
         outcome = attack(requests // len(combinations), flags, is_told=len(combinations) == 1)
         print(f"{flags}: {outcome}", *outcome.deaths, sep="\n", flush=True)
-        faults += len(outcome.deaths) + len(outcome.faults)
+        faults += len(outcome.deaths) + len(outcome.faults) + len(outcome.left)
     return faults
 
 

@@ -6,16 +6,21 @@ Ten requests run at once. Plain FastAPI limits them with a semaphore, or with te
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, ClassVar
 
 import anyio.to_thread
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from starlette.background import BackgroundTask
+from starlette.responses import FileResponse, StreamingResponse
 
 import ingress as serve
 from tests.servers import bind
@@ -65,6 +70,15 @@ class Model:
 
 
 api = FastAPI()
+FILES = Path(tempfile.gettempdir(), f"load-{os.getpid()}")
+CHUNK = bytes(16 * 1024)
+CHUNKS = 128  # more than the sockets hold
+
+
+def opened() -> Iterator[BinaryIO]:
+    with tempfile.TemporaryFile() as file:
+        yield file
+
 
 
 @serve.deployment(num_replicas=REPLICAS, max_ongoing_requests=SLOTS, max_queued_requests=QUEUED)
@@ -101,13 +115,49 @@ class Service:
             burn(CPU_MS)
         return "computed"
 
+    @api.get("/stream")
+    async def stream(self, file: Annotated[BinaryIO, Depends(opened)]) -> StreamingResponse:
+        async def chunks() -> AsyncIterator[bytes]:
+            with Visit():
+                for _ in range(CHUNKS):
+                    file.write(CHUNK[:16])
+                    yield CHUNK
+                    await asyncio.sleep(SERVICE_S / CHUNKS)
+
+        return StreamingResponse(chunks())
+
+    @api.get("/file")
+    async def file(self, file: Annotated[BinaryIO, Depends(opened)]) -> FileResponse:
+        FILES.mkdir(exist_ok=True)
+        number, path = tempfile.mkstemp(dir=FILES)
+        os.truncate(path, len(CHUNK) * CHUNKS)
+        os.close(number)
+        return FileResponse(path, background=BackgroundTask(os.unlink, path))
+
+    @api.get("/left")
+    async def left(self) -> dict[str, int]:
+        """Return what this process holds besides this request."""
+        gc.collect()
+        tasks = [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]
+        return {
+            "held": self.held(),
+            "files": len(os.listdir(FILES)) if FILES.exists() else 0,
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "tasks": sum(not each.done() for each in tasks),
+            "threads": threading.active_count(),
+            "visits": sum(Visit.running.values()),
+        }
+
+    def held(self) -> int:
+        deployments = serve.status().applications["default"].deployments.values()
+        ongoing = sum(replica.ongoing for each in deployments for replica in each.replicas)
+        return ongoing - 1 + sum(each.queued for each in deployments)
+
     @api.get("/seen")
     async def seen(self) -> dict[str, Any]:
         """Return the number of other requests held now, and counts of those that ran."""
-        deployments = serve.status().applications["default"].deployments.values()
-        ongoing = sum(replica.ongoing for each in deployments for replica in each.replicas)
         return {
-            "held": ongoing - 1 + sum(each.queued for each in deployments),
+            "held": self.held(),
             "started": [*Visit.started.values()],
             "most": max(Visit.most.values(), default=0),
             "threads": threading.active_count(),

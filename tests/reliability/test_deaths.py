@@ -32,4 +32,5 @@ def test_no_server_dies_of_deadlines_and_of_clients_that_leave(
     figures.at_most("deaths", len(outcome.deaths), 0)
     assert outcome.became["200"]
     assert outcome.became["left"]
+    figures.at_most("kinds of things left", len(outcome.left), 0)
     assert not outcome.faults
