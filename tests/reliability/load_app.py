@@ -80,7 +80,6 @@ def opened() -> Iterator[BinaryIO]:
         yield file
 
 
-
 @serve.deployment(num_replicas=REPLICAS, max_ongoing_requests=SLOTS, max_queued_requests=QUEUED)
 @serve.ingress(api)
 class Service:
