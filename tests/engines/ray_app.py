@@ -36,8 +36,9 @@ class Boom(Exception):
 class Odd(Exception):
     """An error that pickle can dump but not load."""
 
-    def __init__(self, number: int, text: str) -> None:
+    def __init__(self, number: int, *, text: str) -> None:
         super().__init__(f"{number} {text}")
+        self.number = number
 
 
 @serve.deployment(num_replicas=2, max_ongoing_requests=8, lanes={"db": 2})
@@ -67,7 +68,10 @@ class Child:
         raise Boom(1, "one")
 
     async def fail_oddly(self) -> None:
-        raise Odd(2, "two")
+        try:
+            os.environ["NO_SUCH_VARIABLE"]
+        except KeyError as error:
+            raise Odd(2, text="two") from error
 
     async def leave(self) -> None:
         sys.exit(3)

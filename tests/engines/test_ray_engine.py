@@ -334,9 +334,13 @@ def test_an_exception_is_the_users_own_with_the_replicas_traceback(it: Served) -
     assert 'raise Boom(1, "one")' in "".join(raised.value.__notes__)
 
 
-def test_an_exception_that_cannot_travel_arrives_as_what_it_says(it: Served) -> None:
-    with pytest.raises(RayServeException, match="Odd: 2 two"):
+def test_an_exception_arrives_although_its_constructor_cannot_be_called_again(it: Served) -> None:
+    with pytest.raises(ray_app.Odd, match="2 two") as raised:
         it.child.fail_oddly.remote().result()
+
+    assert raised.value.number == 2
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert 'raise Odd(2, text="two")' in "".join(raised.value.__notes__)
 
 
 def test_an_error_that_is_no_exception_fails_only_its_request(it: Served) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 import re
+from typing import Any
 
 from ray import cloudpickle
 from ray.exceptions import (
@@ -23,6 +24,7 @@ from ingress import exceptions
 from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.core.execution.mistakes import described
 from ingress.exceptions import RayServeException
+from ingress.serving.processes.crossing import pickled_error, unpickled_error
 
 logger = logging.getLogger("ingress")
 
@@ -85,16 +87,26 @@ def died(deployment: DeploymentID, error: BaseException) -> exceptions.ReplicaUn
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an exception of user code if it can be pickled, else a description of it."""
+    """Return an exception of user code, or, if its class cannot be unpickled, one in its place.
+
+    That one is unpickled as the user's, without a call of its constructor.
+    """
     try:
         pickle.loads(cloudpickle.dumps(error))
-    except Exception as problem:
-        told = RayServeException(
-            f"{described(error)} (it cannot be sent to another process: {described(problem)})"
-        )
-        told.__cause__ = error
-        return told
+    except Exception:
+        return _Sent(error)
     return error
+
+
+class _Sent(RayServeException):
+    """An exception on its way to another process."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(described(error))
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled_error, (pickled_error(self.error),)
 
 
 def _add_traceback(error: BaseException, text: str) -> None:

@@ -104,12 +104,14 @@ class RayReplica:
             lend_executor(borrowed)
         timeout_s = self._config.graceful_shutdown_timeout_s
         self._router = Router(self._deployment, graceful_shutdown_timeout_s=timeout_s)
+        bound_app = bound_app_of(target)
+        self._router.has_app = bound_app is not None
         self._replica = Replica(
             replica_id,
             partial(
                 ThreadHost,
                 func_or_class=target,
-                bound_app=bound_app_of(target),
+                bound_app=bound_app,
                 num_cpus=spec.num_cpus,
                 lanes=spec.lanes,
                 sync_in_threadpool=settings.run_sync_in_threadpool,
