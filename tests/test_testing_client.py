@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -300,10 +300,40 @@ os._exit(0)
 def test_a_client_that_leaves_a_handler_behind_middleware_is_not_cancelled_itself(
     path: str, make: type[StarletteClient]
 ) -> None:
+    # What `receive` raises is the handler's error, as in Starlette; `close` has no client any more.
+    told = pytest.raises(WebSocketDisconnect) if path == "/echo" else nullcontext()
     with make(sockets()) as client:
         for _ in range(10):
-            with client.websocket_connect(path):
+            with told, client.websocket_connect(path):
                 pass
+
+
+@pytest.mark.usefixtures("switch_interval")
+@either
+def test_a_client_that_leaves_returns_after_the_clean_up_of_a_handler_that_does_not_listen(
+    make: type[StarletteClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_flags(monkeypatch, "1")  # on the client's loop its scope cancels the clean-up, as in plain
+    app, cleaned_up = FastAPI(), list[str]()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Waits:
+        @app.websocket("/")
+        async def endpoint(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                cleaned_up.append("cleaned up")
+
+    with make(bind(Waits)) as client:
+        for count in range(1, 6):
+            with client.websocket_connect("/"):
+                pass
+            assert len(cleaned_up) == count
 
 
 @pytest.mark.usefixtures("switch_interval")

@@ -413,8 +413,11 @@ class LocalEngine:
                     finally:
                         ended.wake()
 
-                threading.Thread(target=release, name="ingress-release").start()
+                releasing = threading.Thread(target=release, name="ingress-release")
+                releasing.start()
                 await ended.wait()
+                while releasing.is_alive():  # noqa: ASYNC110  # its last microseconds
+                    await asyncio.sleep(0)
 
     def _keep(self) -> EngineThreads | None:
         with self._lock:

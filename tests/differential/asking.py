@@ -149,6 +149,8 @@ class Direct:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await self._app(scope, receive, send)
+        except TimeoutError:  # said as such, whatever was sent: the machine may be busy
+            messages[:] = [{"type": "failed", "status": "no answer in time", "headers": []}]
         except Exception:
             if not messages:
                 messages.append({"type": "failed", "status": 500, "headers": []})

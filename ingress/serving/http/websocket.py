@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 from starlette.types import Message
+from starlette.websockets import WebSocketDisconnect
 
 from ingress.core.calls.channel import YIELD_EVERY, Channel, EndOfStream
 from ingress.exceptions import is_cancellation
@@ -64,6 +65,8 @@ class WebSocketReply(Reply):
         if not self._is_over and self.state in (COMPLETE, GONE):
             with anyio.move_on_after(CLEANUP_S, shield=True):
                 await self._end_of_call()
+        if self._is_over:  # a call that is cancelled is over before its clean-up
+            await self._work_ended()
         return self._is_over
 
     async def _end_of_call(self) -> None:
@@ -77,7 +80,11 @@ class WebSocketReply(Reply):
         is_over = state is GONE or stop_code is not None
         is_stopped = failure is self.stopped_by
         if failure is not None and is_over and (is_stopped or is_cancellation(failure)):
-            failure = None  # its reaction to the disconnect, or it was cancelled after that
+            # Its reaction to the disconnect, or it was cancelled after that. A server would only
+            # log the first; a test expects what `receive` has raised.
+            is_received = isinstance(failure, WebSocketDisconnect) and failure.__context__ is None
+            if not is_received or self._websocket is not None or transport_of(self._receive):
+                failure = None
         if self._is_accepted and state < COMPLETE:
             code = stop_code or (NORMAL if failure is None else INTERNAL_ERROR)
             try:
