@@ -537,3 +537,34 @@ def test_a_port_that_worker_processes_have_is_taken(folder: Path, extra: list[st
         (line,) = second.stderr.splitlines()
         assert f"Failed to bind to address '127.0.0.1:{server.port}': Address already in" in line
         assert second.returncode == 1
+
+
+@pytest.mark.anyio
+async def test_the_end_of_an_application_does_not_block_its_callers_event_loop() -> None:
+    blocks, may_end, seen = threading.Event(), threading.Event(), []
+
+    async def holds_its_thread() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # when the shared loop ends
+            blocks.set()
+            may_end.wait(PATIENCE_S)
+
+    @serve.deployment(loop="shared")
+    class Api:
+        async def __call__(self) -> None:
+            self.task = asyncio.create_task(holds_its_thread())
+
+    async def watch() -> None:
+        while not blocks.is_set():
+            await asyncio.sleep(0.001)
+        seen.append("turns")
+        may_end.set()
+
+    application = Api.bind()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(application)) as client:
+        assert (await client.get("http://server/")).status_code == 200
+    watching = asyncio.create_task(watch())
+    await application.aclose()
+    assert seen == ["turns"]
+    await watching

@@ -221,13 +221,13 @@ class Hosted:
             return
         running.proxy.is_draining = True
         left_s = None if self._drained_at is None else max(0.0, self._drained_at - monotonic())
-        with self._engine.operating() as threads:
+        async with self._engine.operating_on_loop() as threads:
             if threads is not None:
                 await run_on(threads.control.loop, self._engine.apps.stop, running, left_s)
 
     async def _end_start(self, reason: str) -> None:
         start, apps = self._start_of, self._engine.apps
-        with self._engine.operating() as threads:
+        async with self._engine.operating_on_loop() as threads:
             if threads is not None and start is not None and apps.take(start, reason):
                 await run_on(threads.control.loop, apps.end_and_release, start)
 

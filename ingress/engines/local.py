@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from types import FunctionType
 
@@ -19,7 +19,7 @@ from ingress.core.base.settings import Settings, warn_of_unused
 from ingress.core.base.snapshot import Snapshot
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import Call, when_all_settled
-from ingress.core.calls.loops import run_blocking
+from ingress.core.calls.loops import Wakeup, run_blocking
 from ingress.core.calls.notable import NOTABLE
 from ingress.core.execution.loop_executor import lend_executor
 from ingress.engines.applications import INTERRUPTED, Applications, Start
@@ -390,14 +390,37 @@ class LocalEngine:
     @contextmanager
     def operating(self) -> Iterator[EngineThreads | None]:
         """Keep the threads meanwhile, if there are any: another `release` does not end them."""
-        with self._lock:
-            threads = self._threads
-            self._users += threads is not None
+        threads = self._keep()
         try:
             yield threads
         finally:
             if threads is not None:
                 self.release()
+
+    @asynccontextmanager
+    async def operating_on_loop(self) -> AsyncIterator[EngineThreads | None]:
+        """`operating`, on a client's event loop: another thread waits for the end of the threads."""
+        threads = self._keep()
+        try:
+            yield threads
+        finally:
+            if threads is not None:
+                ended = Wakeup(asyncio.get_running_loop())
+
+                def release() -> None:
+                    try:
+                        self.release()
+                    finally:
+                        ended.wake()
+
+                threading.Thread(target=release, name="ingress-release").start()
+                await ended.wait()
+
+    def _keep(self) -> EngineThreads | None:
+        with self._lock:
+            threads = self._threads
+            self._users += threads is not None
+        return threads
 
     def status(self) -> ServeStatus:
         url = self.http.url

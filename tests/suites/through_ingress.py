@@ -18,7 +18,6 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if served_by != "itself":
         _replace_apps(testclient.TestClient)
         _note_lifespans()
-        _allow_joins()
         for each in _transports():
             _replace_apps(each)
             if served_by == "borrowed":
@@ -151,22 +149,6 @@ def _note_lifespans() -> None:
         return entered(self)
 
     testclient.TestClient.__enter__ = enter  # type: ignore[method-assign]
-
-
-def _allow_joins() -> None:
-    """Let an application join its threads on its client's loop, which Starlette's tests forbid."""
-    if find_spec("blockbuster") is None:
-        return
-    from blockbuster import BlockBuster
-
-    activate = BlockBuster.activate
-
-    def allowing(self: Any) -> None:
-        join = self.functions["threading.Lock.acquire"]
-        join.can_block_in("/ingress/engines/engine_threads.py", {"stop"})
-        activate(self)
-
-    BlockBuster.activate = allowing  # type: ignore[method-assign,unused-ignore]
 
 
 def _start_with_client(transport: Any) -> None:
