@@ -399,7 +399,7 @@ class LocalEngine:
 
     @asynccontextmanager
     async def operating_on_loop(self) -> AsyncIterator[EngineThreads | None]:
-        """`operating`, on a client's event loop: another thread waits for the end of the threads."""
+        """`operating`, on a client's event loop: another thread waits for the threads' end."""
         threads = self._keep()
         try:
             yield threads
