@@ -77,6 +77,23 @@ class InGroup(StreamingResponse):
             group.start_soon(super().__call__, scope, receive, send)
 
 
+class Shielded(Listening):
+    """A response whose task learns of the disconnect by an error, which its group raises."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._listen, receive, group.cancel_scope)
+            group.start_soon(self._send_items, send)
+        if self.background is not None:
+            await self.background()
+
+    async def _send_items(self, send: Send) -> None:
+        with anyio.CancelScope(shield=True):
+            async for item in self.items:
+                await send({"type": "http.response.body", "body": item, "more_body": True})
+
+
 class GroupMiddleware:
     """A middleware that runs the app below in a task of a group."""
 
@@ -163,6 +180,10 @@ def streams(seen: list[str], folder: Path, *, middleware: str = "bare") -> type:
         async def in_group(self) -> InGroup:
             return InGroup(items(), background=task())
 
+        @app.get("/shielded", dependencies=[Depends(exits)])
+        async def shielded(self) -> Shielded:
+            return Shielded(items(), task())
+
         @app.get("/tasks")
         async def tasks(self) -> int:
             return len(asyncio.all_tasks())
@@ -186,7 +207,7 @@ def leave(port: int, path: str, until_received: bytes = CHUNK[:10]) -> None:
             client.receive_until(until_received)
 
 
-KINDS = ["items", "def-items", "injected", "lines", "file", "own-class", "in-group"]
+KINDS = ["items", "def-items", "injected", "lines", "file", "own-class", "in-group", "shielded"]
 
 
 @pytest.mark.parametrize("middleware", ["bare", "http", "group"])

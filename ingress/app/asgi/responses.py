@@ -55,7 +55,7 @@ from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.compat import group_of_middleware
 from ingress.core.execution.execution import ThreadPool, call_inline
 from ingress.core.execution.other_loop import OTHER_LOOP, is_noted
-from ingress.exceptions import RayServeException
+from ingress.exceptions import RayServeException, is_disconnect
 
 logger = logging.getLogger("ingress")
 
@@ -149,9 +149,11 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
         try:
             await original(response, scope, receive, send if background is None else watched)
             return
-        except (asyncio.CancelledError, OSError, ClientDisconnect) as error:
+        except (asyncio.CancelledError, OSError, ClientDisconnect, ExceptionGroup) as error:
             call, task = CURRENT_CALL.get(None), asyncio.current_task()
             if is_sent or call is None or task is None or scope["type"] != "http":
+                raise
+            if isinstance(error, ExceptionGroup) and not is_disconnect(error):
                 raise
             cut: dict[int, _Cut] = scope.setdefault(_CUT, {})
             this = cut.setdefault(id(response), _Cut(response))
