@@ -475,7 +475,7 @@ def is_separate() -> bool:
 
 
 def test_a_response_of_a_child_that_is_cut_runs_its_background_task(
-    tmp_path: Path, stopped: None
+    tmp_path: Path, stopped: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with forking():
         port = served(process_app.downloads)
@@ -485,4 +485,6 @@ def test_a_response_of_a_child_that_is_cut_runs_its_background_task(
         assert get(port, "/receive").body == b'"ok"'
         leave(port, f"/receive?note={tmp_path}/told", b"ok")
         wait_until((tmp_path / "told").exists)
+        leave(port, f"/stream?note={tmp_path}/missing/task")
+        wait_until(lambda: "FileNotFoundError" in caplog.text)
         serve.shutdown()
