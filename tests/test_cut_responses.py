@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from fastapi import BackgroundTasks, Depends, FastAPI, Request
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import ingress as serve
 from tests import process_app
@@ -67,12 +69,55 @@ class Listening(Response):
         scope.cancel()
 
 
-def streams(seen: list[str], folder: Path, *, has_middleware: bool = False) -> type:
+class InGroup(StreamingResponse):
+    """A response that is sent by its base class, in a task of a group."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(super().__call__, scope, receive, send)
+
+
+class Shielded(Listening):
+    """A response whose task learns of the disconnect by an error, which its group raises."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._listen, receive, group.cancel_scope)
+            group.start_soon(self._send_items, send)
+        if self.background is not None:
+            await self.background()
+
+    async def _send_items(self, send: Send) -> None:
+        with anyio.CancelScope(shield=True):
+            async for item in self.items:
+                await send({"type": "http.response.body", "body": item, "more_body": True})
+
+
+class GroupMiddleware:
+    """A middleware that runs the app below in a task of a group."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._run, scope, receive, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+def streams(seen: list[str], folder: Path, *, middleware: str = "bare") -> type:
     """Return a class whose endpoints send without an end, and note what runs afterwards."""
     app = FastAPI()
 
     async def note(what: str) -> None:
-        await asyncio.sleep(0.001)  # a second cancellation would end it here
+        try:
+            await asyncio.sleep(0.001)  # a second cancellation would come here
+        except asyncio.CancelledError:
+            seen.append(f"{what} cancelled")
+            raise
         seen.append(what)
 
     async def exits() -> AsyncIterator[None]:
@@ -91,7 +136,9 @@ def streams(seen: list[str], folder: Path, *, has_middleware: bool = False) -> t
     def task() -> BackgroundTask:
         return BackgroundTask(note, "task")
 
-    if has_middleware:
+    if middleware == "group":
+        app.add_middleware(GroupMiddleware)
+    elif middleware == "http":
 
         @app.middleware("http")
         async def pass_on(request: Request, call_next: Callable[..., Any]) -> Response:
@@ -129,6 +176,18 @@ def streams(seen: list[str], folder: Path, *, has_middleware: bool = False) -> t
         async def own_class(self) -> Listening:
             return Listening(items(), task())
 
+        @app.get("/in-group", dependencies=[Depends(exits)])
+        async def in_group(self) -> InGroup:
+            return InGroup(items(), background=task())
+
+        @app.get("/shielded", dependencies=[Depends(exits)])
+        async def shielded(self) -> Shielded:
+            return Shielded(items(), task())
+
+        @app.get("/tasks")
+        async def tasks(self) -> int:
+            return len(asyncio.all_tasks())
+
         @app.get("/running", dependencies=[Depends(exits)])
         async def running(self, tasks: BackgroundTasks) -> None:
             tasks.add_task(note, "task")
@@ -148,24 +207,81 @@ def leave(port: int, path: str, until_received: bytes = CHUNK[:10]) -> None:
             client.receive_until(until_received)
 
 
-KINDS = ["items", "def-items", "injected", "lines", "file", "own-class"]
+KINDS = ["items", "def-items", "injected", "lines", "file", "own-class", "in-group", "shielded"]
 
 
-@pytest.mark.parametrize("has_middleware", [False, True], ids=["bare", "middleware"])
+@pytest.mark.parametrize("middleware", ["bare", "http", "group"])
 def test_a_response_that_is_cut_runs_its_background_task_and_then_the_exits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, has_middleware: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, middleware: str
 ) -> None:
     seen: list[str] = []
-    deployment = serve.deployment(streams(seen, tmp_path, has_middleware=has_middleware))
+    deployment = serve.deployment(streams(seen, tmp_path, middleware=middleware))
     port = served(bind(deployment))
     for kind in KINDS:
         leave(port, f"/{kind}")
-        wait_until(lambda: "exit" in seen)
+        wait_until(lambda: "exit" in seen or ongoing() == 0)
         assert seen == ["task", "exit"], kind
         seen.clear()
     wait_until(lambda: ongoing() == 0)
     serve.shutdown()
     assert not caplog.records
+
+
+def test_nothing_is_left_of_many_responses_that_were_cut(tmp_path: Path) -> None:
+    seen: list[str] = []
+    port = served(bind(serve.deployment(streams(seen, tmp_path, middleware="http"))))
+
+    def leave_all() -> None:
+        with ExitStack() as stack:
+            for kind in KINDS:
+                client = stack.enter_context(Connection(port, receive_buffer=4096))
+                client.request(f"/{kind}")
+                client.receive_until(CHUNK[:10])
+        wait_until(lambda: ongoing() == 0)
+
+    def held() -> list[object]:
+        folder = Path("/proc/self/fd")
+        files = len([*folder.iterdir()]) if folder.exists() else 0
+        return [get(port, "/tasks").body, threading.active_count(), files]
+
+    leave_all()
+    gc.collect()
+    before = held()
+    for _ in range(25):
+        leave_all()
+    gc.collect()
+    wait_until(lambda: held() == before)
+    assert [seen.count(each) for each in ("task", "exit")] == [26 * len(KINDS)] * 2
+
+
+def test_a_background_task_that_fails_runs_once(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+    app = FastAPI()
+
+    class Sent(StreamingResponse):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await super().__call__(scope, receive, send)
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield CHUNK
+        await asyncio.Event().wait()
+
+    async def fail() -> None:
+        seen.append("task")
+        raise ConnectionError("the task's own")
+
+    @app.get("/")
+    async def root() -> Sent:
+        return Sent(endless(), background=BackgroundTask(fail))
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Fails: ...
+
+    leave(served(bind(Fails)), "/")
+    wait_until(lambda: "the task's own" in caplog.text)
+    wait_until(lambda: ongoing() == 0)
+    assert seen == ["task"]
 
 
 def test_an_endpoint_that_is_cancelled_before_it_returns_runs_no_background_task(
@@ -359,7 +475,7 @@ def is_separate() -> bool:
 
 
 def test_a_response_of_a_child_that_is_cut_runs_its_background_task(
-    tmp_path: Path, stopped: None
+    tmp_path: Path, stopped: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with forking():
         port = served(process_app.downloads)
@@ -369,4 +485,6 @@ def test_a_response_of_a_child_that_is_cut_runs_its_background_task(
         assert get(port, "/receive").body == b'"ok"'
         leave(port, f"/receive?note={tmp_path}/told", b"ok")
         wait_until((tmp_path / "told").exists)
+        leave(port, f"/stream?note={tmp_path}/missing/task")
+        wait_until(lambda: "FileNotFoundError" in caplog.text)
         serve.shutdown()

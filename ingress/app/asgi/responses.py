@@ -32,11 +32,12 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import wraps
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
-from anyio import CancelScope
+from anyio import CancelScope, current_effective_deadline
 from fastapi.encoders import jsonable_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -54,7 +55,7 @@ from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.compat import group_of_middleware
 from ingress.core.execution.execution import ThreadPool, call_inline
 from ingress.core.execution.other_loop import OTHER_LOOP, is_noted
-from ingress.exceptions import RayServeException
+from ingress.exceptions import RayServeException, is_disconnect
 
 logger = logging.getLogger("ingress")
 
@@ -148,10 +149,16 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
         try:
             await original(response, scope, receive, send if background is None else watched)
             return
-        except (asyncio.CancelledError, OSError, ClientDisconnect) as error:
+        except (asyncio.CancelledError, OSError, ClientDisconnect, ExceptionGroup) as error:
             call, task = CURRENT_CALL.get(None), asyncio.current_task()
             if is_sent or call is None or task is None or scope["type"] != "http":
                 raise
+            if isinstance(error, ExceptionGroup) and not is_disconnect(error):
+                raise
+            cut: dict[int, _Cut] = scope.setdefault(_CUT, {})
+            this = cut.setdefault(id(response), _Cut(response))
+            if this.has_begun and not this.has_ended:
+                raise  # by the background task
             # Race with a timeout of the user's around the response, whose cancellation may come
             # just before that of the call: they look alike, and the client is gone either way.
             is_cancelled = isinstance(error, asyncio.CancelledError)
@@ -164,11 +171,31 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
         group = group_of_middleware(task)
         if group is not None:
             group.cancel()  # the app below a middleware that sends this response
-        if background is not None:
-            with CancelScope(shield=group is not None):
+        if background is not None and not this.has_begun:
+            this.has_begun = True
+            # In a cancelled scope AnyIO cancels again at every turn of the loop.
+            must_shield = group is not None or current_effective_deadline() == -inf
+            with CancelScope(shield=must_shield):
                 await background()
+            this.has_ended = True
 
     return finishing
+
+
+@dataclass(eq=False, slots=True)
+class _Cut:
+    """A response that was cut, and whether its background task has begun, and ended.
+
+    A subclass may send by its base class: then two calls are cut, and the task runs once.
+    """
+
+    response: Any  # kept, or another one might get its id
+    has_begun: bool = False
+    has_ended: bool = False
+
+
+_CUT = "ingress.cut"
+"""The key under which the scope carries the responses of the request that were cut."""
 
 
 def _is_last(message: Message) -> bool:

@@ -209,6 +209,8 @@ class FrameServer:
             error = UserCodeExit(cancelled, str(replica.replica_id))
         except Exception as raised:
             error = raised
+            if call.settled:  # the server does not get it
+                replica.fail(call, raised)
         if call.settled:  # cancelled, or its deadline passed
             error = call.error
         elif replica.is_ending:
