@@ -19,7 +19,6 @@ from tests.servers import INGRESS, environment
 ROOT = Path(__file__).parents[1]
 
 _VARIES = [
-    r"\d+ of \d+ writes in \d+ threads",
     r"\d+ calls at once",
     r"(\d+ x )?200 'true'",
     r" in \d+\.\d+s",

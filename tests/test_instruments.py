@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ingress as serve
-from ingress.check.plugin import WATCHED, Rehearsals
 from ingress.engines import local_engine
 from ingress.observe.timeline.instrumentation import record
 from ingress.observe.timeline.recorder import Recorder
@@ -89,18 +86,6 @@ def make_requests() -> None:
         assert client.handle.count.remote().result() == 1
 
 
-@pytest.fixture
-def rehearsals(tmp_path: Path) -> Iterator[Path]:
-    """The plugin of `ingress check --run`, in use for `Counter.count`."""
-    (tmp_path / WATCHED).write_text('[{"functions": ["Counter.count"], "attribute": "n"}]')
-    plugin = Rehearsals(tmp_path)
-    yield tmp_path
-    plugin.pytest_unconfigure()
-    (outcome,) = tmp_path.glob("outcome-*.json")
-    assert json.loads(outcome.read_text())["writes"], "no instance was rehearsed"
-
-
-@pytest.mark.usefixtures("rehearsals")
 def test_observers_replace_no_function_and_no_class_of_ingress() -> None:
     make_requests()  # imports all modules
     before = code_of_ingress()
@@ -115,7 +100,7 @@ def test_observers_replace_no_function_and_no_class_of_ingress() -> None:
 
 
 @pytest.mark.parametrize("is_recorded_first", [True, False], ids=["record-first", "record-last"])
-def test_all_observers_together_see_the_same(rehearsals: Path, is_recorded_first: bool) -> None:
+def test_all_observers_together_see_the_same(is_recorded_first: bool) -> None:
     recorder, observer, clock = Recorder(), Observer(), VirtualClock()
     observers: list[AbstractContextManager[Any]] = [
         local_engine().instrumented(partial(record, recorder)), observer.installed(), clock
