@@ -4,7 +4,6 @@
 
     timeline.instrumentation   router, replica, threads, plan
     testing.clock              new_loop
-    testing.observation        proxy, handle, plan
 
 An instrument changes no object and no class that exists: it chooses the classes of the parts that
 are made meanwhile. An application that starts without instruments has none of their code on the
