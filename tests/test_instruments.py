@@ -17,7 +17,7 @@ from ingress.engines import local_engine
 from ingress.observe.timeline.instrumentation import record
 from ingress.observe.timeline.recorder import Recorder
 from ingress.serving.control.factories import Factories
-from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
 from ingress.testing import TestClient, VirtualClock
 from tests.servers import bind, set_flags
@@ -127,18 +127,18 @@ def test_afterwards_the_engine_makes_its_own_parts(
 
 
 def test_instruments_may_leave_in_any_order() -> None:
-    class ProxyA(HTTPProxy):
+    class ReplicaA(Replica):
         __slots__ = ()
 
     class RouterB(Router):
         __slots__ = ()
 
     engine = local_engine()
-    first = engine.instrumented(lambda factories: replace(factories, proxy=ProxyA))
+    first = engine.instrumented(lambda factories: replace(factories, replica=ReplicaA))
     second = engine.instrumented(lambda factories: replace(factories, router=RouterB))
     first.__enter__()
     second.__enter__()
-    assert engine.factories == Factories(proxy=ProxyA, router=RouterB)
+    assert engine.factories == Factories(replica=ReplicaA, router=RouterB)
 
     first.__exit__(None, None, None)
     assert engine.factories == Factories(router=RouterB)
@@ -153,14 +153,14 @@ def test_an_instrument_sees_the_factories_of_the_instruments_before_it() -> None
         made.append(factories)
         return factories
 
-    class ProxyA(HTTPProxy):
+    class ReplicaA(Replica):
         __slots__ = ()
 
     engine = local_engine()
     with (
-        engine.instrumented(lambda factories: replace(factories, proxy=ProxyA)),
+        engine.instrumented(lambda factories: replace(factories, replica=ReplicaA)),
         engine.instrumented(look),
     ):
         pass
 
-    assert made[0] == Factories(proxy=ProxyA)
+    assert made[0] == Factories(replica=ReplicaA)
