@@ -19,9 +19,7 @@ from tests.servers import INGRESS, environment
 ROOT = Path(__file__).parents[1]
 
 _VARIES = [
-    r"\d+ of \d+ writes in \d+ threads",
-    r"\d+ calls at once",
-    r"(\d+ x )?200 'true'",
+    r"assert [2-4] == 1",
     r" in \d+\.\d+s",
     r"^[\d.]+ cores?: .*",
     r"\{200: \d+, 503: \d+\}",

@@ -303,3 +303,14 @@ def test_without_ruff_one_line_says_what_to_install(tmp_path: Path) -> None:
     (line,) = result.stderr.splitlines()
     assert "python -m pip install ruff" in line
     assert result.returncode == 2
+
+
+@pytest.mark.parametrize("target", ["main:app", "src"])
+def test_the_option_run_of_the_last_version_says_what_to_use(tmp_path: Path, target: str) -> None:
+    result = invoke(tmp_path, "check", target, "--run", "pytest tests")
+
+    assert result.stderr == (
+        "Error: --run is gone; use --migrate, and `pytest --sync-in-threadpool=both`, which runs "
+        "your tests with each `def` in a thread, too\n"
+    )
+    assert result.exit_code == 2

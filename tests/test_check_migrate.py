@@ -34,6 +34,30 @@ def timed(func):
         return func(*args, **kwargs)
     return wrapper
 
+def synchronized(func):
+    @functools.wraps(func)
+    def wrapper(self, *args, **kwargs):
+        with self._mine:
+            return func(self, *args, **kwargs)
+    return wrapper
+
+def synchronized_with(lock):
+    def decorate(func):
+        @functools.wraps(func)
+        def wrapper(*args, **kwargs):
+            with lock:
+                return func(*args, **kwargs)
+        return wrapper
+    return decorate
+
+def counted(func):
+    @functools.wraps(func)
+    def wrapper(self, *args, **kwargs):
+        with self._mine:
+            print(self)
+        return func(self, *args, **kwargs)
+    return wrapper
+
 def bare(func):
     def wrapper(*args, **kwargs):
         return func(*args, **kwargs)
@@ -123,6 +147,20 @@ CASES = {
             self._lock.acquire()
             try: self.n += 1
             finally: self._lock.release()
+        """,
+    "decorator-with-a-lock": """
+        def __init__(self): self._mine = threading.RLock()
+        @synchronized
+        def f(self): self.n += 1
+        @synchronized
+        def g(self): self._h()
+        def _h(self): self.n += 1
+        @synchronized_with(LOCK)
+        def i(self): self.n += 1
+        @timed
+        def j(self): self.n += 1  #: IG101
+        @counted
+        def k(self): self.n += 1  #: IG101
         """,
     "helper-under-a-lock": """
         def f(self):

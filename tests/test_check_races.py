@@ -93,7 +93,7 @@ def test_a_finding_names_the_state_and_the_deployment(
 ) -> None:
     program = PROGRAM.replace("OPTIONS", "num_replicas=2")
     report = checked_as_application(tmp_path, monkeypatch, program, Settings(), gil_is_on=False)
-    (message,) = [each.message for each in report.findings if each.place == "COUNT"]
+    (message,) = [each.message for each in report.findings if "`COUNT`" in each.message]
     assert message == (
         "`COUNT` is read and written without a lock in counted; the replicas of A run it, each in "
         "a thread"

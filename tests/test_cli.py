@@ -187,7 +187,7 @@ def test_help_tells_what_there_is(folder: Path, arguments: list[str]) -> None:
     assert "Usage" in text
     options = {
         "run": ["--host", "--port", "--reload", "--workers", "--app-dir"],
-        "check": ["--migrate", "--run", "--format", "--app-dir"],
+        "check": ["--migrate", "--format", "--app-dir"],
     }
     for word in options.get(arguments[0] if len(arguments) == 2 else "", []):
         assert word in text

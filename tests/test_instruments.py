@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ingress as serve
-from ingress.check.plugin import WATCHED, Rehearsals
 from ingress.engines import local_engine
 from ingress.observe.timeline.instrumentation import record
 from ingress.observe.timeline.recorder import Recorder
 from ingress.serving.control.factories import Factories
-from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
 from ingress.testing import TestClient, VirtualClock
-from ingress.testing.observation import Observer
 from tests.servers import bind, set_flags
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
@@ -55,7 +51,6 @@ def recording() -> AbstractContextManager[None]:
 
 OBSERVERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "recording": recording,
-    "both-values": lambda: Observer().installed(),
     "clock": VirtualClock,
 }
 
@@ -89,18 +84,6 @@ def make_requests() -> None:
         assert client.handle.count.remote().result() == 1
 
 
-@pytest.fixture
-def rehearsals(tmp_path: Path) -> Iterator[Path]:
-    """The plugin of `ingress check --run`, in use for `Counter.count`."""
-    (tmp_path / WATCHED).write_text('[{"functions": ["Counter.count"], "attribute": "n"}]')
-    plugin = Rehearsals(tmp_path)
-    yield tmp_path
-    plugin.pytest_unconfigure()
-    (outcome,) = tmp_path.glob("outcome-*.json")
-    assert json.loads(outcome.read_text())["writes"], "no instance was rehearsed"
-
-
-@pytest.mark.usefixtures("rehearsals")
 def test_observers_replace_no_function_and_no_class_of_ingress() -> None:
     make_requests()  # imports all modules
     before = code_of_ingress()
@@ -115,11 +98,10 @@ def test_observers_replace_no_function_and_no_class_of_ingress() -> None:
 
 
 @pytest.mark.parametrize("is_recorded_first", [True, False], ids=["record-first", "record-last"])
-def test_all_observers_together_see_the_same(rehearsals: Path, is_recorded_first: bool) -> None:
-    recorder, observer, clock = Recorder(), Observer(), VirtualClock()
-    observers: list[AbstractContextManager[Any]] = [
-        local_engine().instrumented(partial(record, recorder)), observer.installed(), clock
-    ]  # fmt: skip
+def test_observers_work_together(is_recorded_first: bool) -> None:
+    recorder, clock = Recorder(), VirtualClock()
+    recorded = local_engine().instrumented(partial(record, recorder))
+    observers: list[AbstractContextManager[Any]] = [recorded, clock]
     with ExitStack() as in_use:
         for each in observers if is_recorded_first else reversed(observers):
             in_use.enter_context(each)
@@ -128,9 +110,6 @@ def test_all_observers_together_see_the_same(rehearsals: Path, is_recorded_first
             assert client.handle.doubled.remote(4).result() == 8
             clock.advance(60)
 
-    seen = observer.seen.as_dict()
-    assert seen["answers"] == {"Counter.count()": {"1": 1}, "Counter.doubled()": {"8": 1}}
-    assert set(seen["ran"]) == {"Counter.count", "Counter.double"}
     names = [each.name for each in recorder.timeline().journeys]
     assert names == ["Counter.count", "Counter.doubled", "Counter.double x 1"]
 
@@ -148,18 +127,18 @@ def test_afterwards_the_engine_makes_its_own_parts(
 
 
 def test_instruments_may_leave_in_any_order() -> None:
-    class ProxyA(HTTPProxy):
+    class ReplicaA(Replica):
         __slots__ = ()
 
     class RouterB(Router):
         __slots__ = ()
 
     engine = local_engine()
-    first = engine.instrumented(lambda factories: replace(factories, proxy=ProxyA))
+    first = engine.instrumented(lambda factories: replace(factories, replica=ReplicaA))
     second = engine.instrumented(lambda factories: replace(factories, router=RouterB))
     first.__enter__()
     second.__enter__()
-    assert engine.factories == Factories(proxy=ProxyA, router=RouterB)
+    assert engine.factories == Factories(replica=ReplicaA, router=RouterB)
 
     first.__exit__(None, None, None)
     assert engine.factories == Factories(router=RouterB)
@@ -174,14 +153,14 @@ def test_an_instrument_sees_the_factories_of_the_instruments_before_it() -> None
         made.append(factories)
         return factories
 
-    class ProxyA(HTTPProxy):
+    class ReplicaA(Replica):
         __slots__ = ()
 
     engine = local_engine()
     with (
-        engine.instrumented(lambda factories: replace(factories, proxy=ProxyA)),
+        engine.instrumented(lambda factories: replace(factories, replica=ReplicaA)),
         engine.instrumented(look),
     ):
         pass
 
-    assert made[0] == Factories(proxy=ProxyA)
+    assert made[0] == Factories(replica=ReplicaA)

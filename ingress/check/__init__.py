@@ -15,11 +15,5 @@
     checker     one check
     report      a report as text, JSON, SARIF and annotations
 
-    trial       `--run`: the user's tests confirm or drop findings
-    plugin        inside pytest
-    rehearsal     calls from many threads, on an instance that no longer serves
-    write_recording
-                  the writes of these calls that lost an update
-
 Only the command line imports it.
 """

@@ -114,10 +114,8 @@ def _is_route(decorator: ast.expr) -> bool:
 
 def _sync_decorator(function: Function, sources: Sources) -> str:
     """Return the wrapper of a user decorator that makes an `async def` a `def`, or ""."""
-    for each in function.node.decorator_list if function.is_async else ():
-        func = each.func if isinstance(each, ast.Call) else each
-        decorator = sources.function(sources.full_name(func, function.file))
-        inner = [] if decorator is None else list(decorator.children.values())
+    for decorator in sources.decorators_of(function) if function.is_async else ():
+        inner = list(decorator.children.values())
         if inner and not any(each.is_async for each in inner):
             return inner[0].name
     return ""

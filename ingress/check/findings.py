@@ -18,8 +18,8 @@ class CheckError(RuntimeError):
 class Finding:
     """One line that breaks a rule. `line` and `column` count from 1.
 
-    `functions` are those that reach the line, as `Class.method`. `place` is the affected state,
-    such as `self.cache`. `fix` is for this finding, "" for the rule's. `evidence` comes from a run.
+    `functions` are those that reach the line, as `Class.method`. `fix` is for this finding, "" for
+    the rule's.
     """
 
     rule: Rule
@@ -28,10 +28,7 @@ class Finding:
     column: int
     message: str
     functions: tuple[str, ...] = ()
-    place: str = ""
     fix: str = ""
-    end_line: int = 0
-    evidence: str = ""
 
     @property
     def advice(self) -> str:
@@ -46,8 +43,8 @@ class Finding:
 class Report:
     """The result of a check.
 
-    `notes` list the checked functions and files, and the findings that a run dropped. `failure` is
-    the reason why the report is incomplete.
+    `notes` list the checked functions and files. `failure` is the reason why the report is
+    incomplete.
     """
 
     findings: list[Finding] = field(default_factory=list)

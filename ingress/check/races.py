@@ -127,8 +127,6 @@ def found(
             node.col_offset + 1,
             message,
             names,
-            access.place,
-            end_line=node.end_lineno or 0,
         )
 
 

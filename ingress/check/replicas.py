@@ -89,7 +89,7 @@ def _globals(function: Function, deployment: str, sources: Sources) -> Iterator[
                 )
                 names = (f"{function.cls}.{function.name}" if function.cls else function.name,)
                 column = node.col_offset + 1
-                yield Finding(RULES["IG112"], file.path, node.lineno, column, message, names, name)
+                yield Finding(RULES["IG112"], file.path, node.lineno, column, message, names)
 
 
 def _written(node: ast.AST, state: State) -> Iterator[str]:

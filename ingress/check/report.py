@@ -28,7 +28,6 @@ def _text(report: Report) -> str:
     for each in report.findings:
         lines += [
             f"{shown(each.path)}:{each.line}:{each.column}: {each.rule.id} {each.message}",
-            *([f"    confirmed: {each.evidence}"] if each.evidence else []),
             f"    fix: {each.advice}",
             f"    {each.rule.page}",
         ]
@@ -49,7 +48,6 @@ def _json(report: Report) -> str:
             "functions": list(each.functions),
             "fix": each.advice,
             "page": each.rule.page,
-            "evidence": each.evidence,
         }
         for each in report.findings
     ]
@@ -99,14 +97,12 @@ def _github(report: Report) -> str:
 
 
 def _level(finding: Finding) -> str:
-    """Return "error" for a blocking call and a confirmed race, "warning" for the rest."""
-    is_sure = finding.evidence or finding.rule.id.startswith("ASYNC")
-    return "error" if is_sure else "warning"
+    """Return "error" for a blocking call, "warning" for the rest."""
+    return "error" if finding.rule.id.startswith("ASYNC") else "warning"
 
 
 def _message(finding: Finding) -> str:
-    evidence = f" Confirmed: {finding.evidence}." if finding.evidence else ""
-    return f"{finding.message}.{evidence} Fix: {finding.advice}"
+    return f"{finding.message}. Fix: {finding.advice}"
 
 
 def _uri(finding: Finding) -> str:

@@ -39,6 +39,8 @@ class Access:
 
 def accesses(function: Function, sources: Sources) -> Iterator[Access]:
     """Yield the unsafe accesses in a function that several threads run at once, in its order."""
+    if _is_synchronized(function, sources):
+        return
     found = list(_Walk(function, sources).unsafe(function.node.body))
     rewritten = {(each.node.lineno, each.place) for each in found if each.rule_id == "IG101"}
     seen = set()
@@ -51,9 +53,25 @@ def accesses(function: Function, sources: Sources) -> Iterator[Access]:
 
 def locked_nodes(function: Function, sources: Sources) -> set[ast.AST]:
     """Return the nodes of a function that run under a lock, or in an inner function."""
+    nodes = set(ast.walk(function.node))
+    if _is_synchronized(function, sources):
+        return nodes
     state = state_around(function.file, function.cls, sources)
-    unlocked = {node for each in function.node.body for node in _unlocked(each, state)}
-    return set(ast.walk(function.node)) - unlocked
+    return nodes - {node for each in function.node.body for node in _unlocked(each, state)}
+
+
+def _is_synchronized(function: Function, sources: Sources) -> bool:
+    """Return whether a decorator in the user's files calls the function under a lock."""
+    state = state_around(function.file, function.cls, sources)  # the wrapper gets the instance
+    for decorator in sources.decorators_of(function):
+        # `@synchronized` gets the function, and of `@synchronized(lock)` the function inside it.
+        makers = (decorator, *decorator.children.values())
+        given = {name for maker in makers for name in parameters(maker)}
+        for block in filter(state.is_locked, ast.walk(decorator.node)):
+            calls = (node.func for node in ast.walk(block) if isinstance(node, ast.Call))
+            if any(isinstance(called, ast.Name) and called.id in given for called in calls):
+                return True
+    return False
 
 
 class _Walk:

@@ -199,6 +199,13 @@ class Sources:
     def function(self, full_name: str) -> Function | None:
         return self._functions.get(full_name)
 
+    def decorators_of(self, function: Function) -> Iterator[Function]:
+        """Yield the user functions that decorate a function."""
+        for each in function.node.decorator_list:
+            func = each.func if isinstance(each, ast.Call) else each
+            if (found := self.function(self.full_name(func, function.file))) is not None:
+                yield found
+
     def method(self, file: SourceFile, cls: str, name: str) -> Function | None:
         """Return a method of a class, or of a base of it in the user's files."""
         candidates = (self._functions.get(f"{base}.{name}") for base in self.mro(file, cls))

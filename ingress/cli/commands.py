@@ -174,15 +174,7 @@ def check(
         bool,
         typer.Option("--migrate", help="Also what is not safe once each `def` runs in a thread."),
     ] = False,
-    tests: Annotated[
-        str | None,
-        typer.Option(
-            "--run",
-            metavar="PYTEST",
-            help="Also run these tests, and try in threads what --migrate finds.",
-            show_default=False,
-        ),
-    ] = None,
+    tests: Annotated[str | None, typer.Option("--run", hidden=True)] = None,
     as_json_: AsJSON = False,
     format: Annotated[
         Format, typer.Option(help="How to print it; --json is short for --format json.")
@@ -198,7 +190,13 @@ def check(
     Exit code 0: no findings; 1: findings; 2: the check failed. `# noqa: ID` suppresses the
     findings of its line.
     """
-    report = _check(target, migrate, tests, app_dir)
+    if tests is not None:  # 0.2 had this option; it is refused for one version
+        raise refusal(
+            "--run is gone; use --migrate, and `pytest --sync-in-threadpool=both`, which runs "
+            "your tests with each `def` in a thread, too",
+            2,
+        )
+    report = _check(target, migrate, app_dir)
     typer.echo(rendered(report, Format.JSON if as_json_ else format))
     if report.failure:
         refusal(report.failure)
@@ -271,12 +269,10 @@ def main() -> None:
     app(prog_name="ingress")  # completion and help are those of the script
 
 
-def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Report:
+def _check(target: str, migrate: bool, app_dir: Path) -> Report:
     # Imported here, so that the other commands do not wait for it.
     from ingress.check.checker import check_application, check_files
-    from ingress.check.trial import tried
 
-    migrate = migrate or tests is not None
     app_dir = app_dir.absolute()  # a file may have another folder
     try:
         is_file = is_config_file(target)
@@ -301,7 +297,7 @@ def _check(target: str, migrate: bool, tests: str | None, app_dir: Path) -> Repo
             for each in reports[1:]:
                 report.add(each.findings)
                 report.notes += each.notes
-        return report if tests is None else tried(report, tests)
+        return report
     except CheckError as error:
         refusal(str(error))
     except typer.Exit:  # `load` has printed the error

@@ -105,7 +105,7 @@ class EngineHTTP:
         self.server = None
         run_blocking(threads.control.loop, server.stop())
 
-    def reset(self, proxy: HTTPProxy) -> None:
-        """Restore the initial options, and take a new proxy, for the next `start`."""
+    def reset(self) -> None:
+        """Restore the initial options, and make a new proxy, for the next `start`."""
         self.options = HTTPOptions()
-        self.proxy = proxy
+        self.proxy = HTTPProxy()

@@ -67,7 +67,7 @@ class Hosted:
         self._name = name
         self._route_prefix = route_prefix
         self._lock = Lock()
-        self._proxy = engine.factories.proxy()
+        self._proxy = HTTPProxy()
         self._running: RunningApplication | None = None
         self._starting: Future[None] | None = None
         self._start_of: Start | None = None
@@ -191,7 +191,7 @@ class Hosted:
         engine = self._engine
         if previous is not None:  # its loop was closed without a stop, so it cannot drain
             await engine.apps.stop(previous, timeout_s=0.0)
-        self._proxy = engine.factories.proxy()
+        self._proxy = HTTPProxy()
         self._proxy.limits = engine.request_limits()
         log_if_not_callable(self._application.deployment.func_or_class)
         name, route_prefix = self._name or engine.apps.free_name(), self._route_prefix

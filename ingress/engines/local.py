@@ -106,8 +106,7 @@ class LocalEngine:
                 act_on_options()
                 self._threads = EngineThreads(Settings.from_environment())
                 self._apply_instruments()
-                # Not earlier: instruments may have come since the last threads ended.
-                self.http.proxy = self.factories.proxy()
+                self.http.proxy = HTTPProxy()  # the last one has counts of threads that ended
                 settings = self._threads.settings
                 self.apps.freezes_gc = settings.freeze_gc
                 self.apps.not_ready_after_s = settings.not_ready_after_s
@@ -381,7 +380,7 @@ class LocalEngine:
                 self.http.is_kept = False
                 self.release()
             self.http.stop_if_unused(threads)
-            self.http.reset(self.factories.proxy())
+            self.http.reset()
 
     def proxies(self) -> list[HTTPProxy]:
         """Return the proxies of the server and of the applications that are served as ASGI apps."""
@@ -456,7 +455,7 @@ class LocalEngine:
         """Return a handle to a deployment; without its name, to its application."""
         if not deployment_id.name:
             return self.app_handle(deployment_id.app_name)
-        return self.factories.handle(deployment_id, self)
+        return DeploymentHandle(deployment_id, self)
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
         return directory_here, ()  # of the process in which a handle arrives

@@ -6,12 +6,9 @@
     clock         `VirtualClock`: a minute of `asyncio.sleep` takes no time
 
     plugin        pytest's `--sync-in-threadpool=0|1|both`
-    both          each test at both values of the flag: order, start-up, report
-    observation   the answers of one test, and the threads that its code ran in
-    comparison    the differences between two runs of a test
 
-No other module of ingress imports this package, and its import changes nothing. `observation` and
-`clock` hand the engine factories of their own while they are in use (`control.factories`).
+No other module of ingress imports this package, and its import changes nothing. `clock` hands the
+engine a factory of its own while it is in use (`control.factories`).
 """
 
 from __future__ import annotations

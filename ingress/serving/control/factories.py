@@ -2,10 +2,8 @@
 
     with local_engine().instrumented(instrument): ...      instrument: Factories -> Factories
 
-    timeline.instrumentation   router, replica, threads, plan
+    timeline.instrumentation   router, replica, process_host, threads, plan
     testing.clock              new_loop
-    testing.observation        proxy, handle, plan
-    check.plugin               user_code
 
 An instrument changes no object and no class that exists: it chooses the classes of the parts that
 are made meanwhile. An application that starts without instruments has none of their code on the
@@ -17,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ingress.handle import DeploymentHandle
-from ingress.serving.http.proxy import HTTPProxy
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.host import Host
 from ingress.serving.replicas.replica import Replica
@@ -31,8 +27,6 @@ from ingress.serving.replicas.thread_host import ThreadHost
 class Factories(ReplicaFactories):
     """The factories of an application's parts. Each takes the arguments of its default."""
 
-    proxy: Callable[[], HTTPProxy] = HTTPProxy
-    handle: Callable[..., DeploymentHandle] = DeploymentHandle
     router: Callable[..., Router] = Router
     replica: Callable[..., Replica] = Replica
     thread_host: Callable[..., Host] = ThreadHost

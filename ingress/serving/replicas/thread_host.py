@@ -28,7 +28,7 @@ from ingress.serving.replicas.host import HostCounts, Isolation
 from ingress.serving.replicas.models import Models
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.replica_factories import UNOBSERVED, ReplicaFactories
-from ingress.serving.replicas.user_code import MakePlan
+from ingress.serving.replicas.user_code import MakePlan, UserCode
 from ingress.telemetry.watchdog import WATCHDOG
 from ingress.telemetry.watchdog.stacks import Stack, context_of, value_in
 
@@ -94,7 +94,7 @@ class ThreadHost:
         self.context = ReplicaRuntime(replica.replica_id, loop=self.loop, make_plan=make_plan)
         self.models = Models(self.loop, self.context, make_plan, replica.running)
         try:
-            self.user_code = factories.user_code(func_or_class, bound_app, self.context, make_plan)
+            self.user_code = UserCode(func_or_class, bound_app, self.context, make_plan)
         except BaseException:  # of cloning the user's app: the caller has no replica to stop
             self._home.stop(1.0)
             raise
