@@ -556,8 +556,7 @@ async def test_the_end_of_an_application_does_not_block_its_callers_event_loop()
             self.task = asyncio.create_task(holds_its_thread())
 
     async def watch() -> None:
-        while not blocks.is_set():
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(blocks.wait, PATIENCE_S)
         seen.append("turns")
         may_end.set()
 
