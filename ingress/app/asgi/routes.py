@@ -14,7 +14,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, update_wrapper
 from itertools import chain
 from typing import Any, ForwardRef, cast
@@ -95,7 +95,7 @@ class RouteInfo:
     path: str
     is_websocket: bool
     func: Callable[..., object]
-    unread: frozenset[str] = frozenset()
+    unread: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 class RouteTree:
@@ -390,13 +390,13 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
 
 def _unread(route: Any) -> frozenset[str]:
     """Return the methods of a route which declares no body, and gives no user code a `Request`."""
-    if route is None or route.body_field is not None:
+    if getattr(route, "body_field", route) is not None:  # of another FastAPI, maybe
         return frozenset()
     kind_of_route = type(getattr(route, "original_route", route))
     if stored(kind_of_route, "get_route_handler") is not APIRoute.get_route_handler:
         return frozenset()
     takes_request = any(
-        node.request_param_name is not None and not _reads_headers_only(node.call)
+        getattr(node, "request_param_name", "") is not None and not _reads_headers_only(node.call)
         for node in nodes_of_route(route, with_endpoint=True)
     )
     return frozenset() if takes_request else frozenset(route.methods or ())
