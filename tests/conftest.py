@@ -20,6 +20,7 @@ from ingress.core.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
+from tests import thorough
 from tests.fakes import Gate
 from tests.reliability.figures import Figures, ids_of, write
 from tests.servers import ROUNDS, set_flags
@@ -157,7 +158,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests to `make test-reliability`."""
+    """Leave slow tests to `make test-reliability`, and mark those that are listed as thorough."""
+    names = thorough.listed()
+    for item in items:
+        if thorough.is_listed(item.nodeid, names):
+            item.add_marker(pytest.mark.thorough)
     slow = [item for item in items if item.get_closest_marker("slow") and not ROUNDS]
     if slow:
         config.hook.pytest_deselected(items=slow)

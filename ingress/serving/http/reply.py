@@ -455,7 +455,7 @@ class Reply:
         if self.body and (late := self.body.timeout(now, request_id, is_answered=is_answered)):
             self._cut(late)
         elif READING < self.state < LEFT and not self._is_over:  # earlier, `respond` reads the body
-            if not self._reads_ahead and self._client is None and self._awaits_request():
+            if self._client is None and self._awaits_request():
                 if has_left(self._receive):
                     self._on_disconnect()
             else:
@@ -463,7 +463,9 @@ class Reply:
 
     def _awaits_request(self) -> bool:
         """Return whether the client waits until its body is asked for: reading asks for it."""
-        return self.body is not None and self.body.is_open
+        if self._reads_ahead or self.body is None or not self.body.is_open:
+            return False
+        return any(name == b"expect" for name, _ in self.work.scope["headers"])
 
     def pump(self) -> None:
         """Begin to read from the server: for user code, and to notice the client's disconnect."""
