@@ -34,7 +34,9 @@ from collections.abc import (
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import wraps
+from inspect import isfunction
 from math import ceil, inf
+from traceback import walk_tb
 from typing import Any
 
 from anyio import CancelScope, current_effective_deadline
@@ -51,6 +53,7 @@ from starlette.responses import (
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.asgi.compat import MIDDLEWARE_RESPONSE, waiting_for_threads
+from ingress.core.base.foreign import stored
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.compat import group_of_middleware
 from ingress.core.execution.execution import ThreadPool, call_inline
@@ -151,7 +154,10 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
             return
         except (asyncio.CancelledError, OSError, ClientDisconnect, ExceptionGroup) as error:
             call, task = CURRENT_CALL.get(None), asyncio.current_task()
-            if is_sent or call is None or task is None or scope["type"] != "http":
+            if call is None or task is None or scope["type"] != "http":
+                raise
+            # A `FileResponse` closes its file between its last message and the task.
+            if is_sent and _has_begun(background, error):
                 raise
             if isinstance(error, ExceptionGroup) and not is_disconnect(error):
                 raise
@@ -180,6 +186,13 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
             this.has_ended = True
 
     return finishing
+
+
+def _has_begun(background: Any, error: BaseException) -> bool:
+    """Return whether an error has come through a background task, or may have."""
+    runs = background if isfunction(background) else stored(type(background), "__call__")
+    code = getattr(runs, "__code__", None)
+    return code is None or any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
 
 
 @dataclass(eq=False, slots=True)
