@@ -30,7 +30,7 @@ export IS_PRE_RELEASE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: bench-batching dist docs docs-serve help run test test-thorough test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
+.PHONY: bench-batching dist docs docs-serve help run test test-long test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-starlette-suite test-differential clean
 .DELETE_ON_ERROR:
@@ -49,13 +49,13 @@ run: .venv/.run ## Serve app_examples/hello.py on 127.0.0.1:8000
 # in one process, which starts the servers of its fixtures once. In the order of their names, files
 # that wait run beside files that work; by their length, those that wait would be the last.
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
-test: .venv/.test ## Run the tests, without the thorough ones: 5 minutes
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not thorough"
+test: .venv/.test ## Run the tests, without those that take long: 5 minutes
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not thorough and not long"
 
-test-thorough: .venv/.test ## Run the thorough tests: ten minutes
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m thorough
+test-long: .venv/.test ## Run the tests that take long: 6 minutes
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "long and not thorough"
 
-test-all: .venv/.test ## Run all of them: a quarter of an hour
+test-all: .venv/.test ## Run all of them, the thorough ones too: half an hour
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 coverage: .venv/.test ## Run the tests and report what they do not reach

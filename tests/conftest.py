@@ -20,7 +20,7 @@ from ingress.core.base.settings import (
     USER_CODE_IN_SEPARATE_THREAD,
     Settings,
 )
-from tests import thorough
+from tests import long
 from tests.fakes import Gate
 from tests.reliability.figures import Figures, ids_of, write
 from tests.servers import ROUNDS, set_flags
@@ -158,11 +158,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests to `make test-reliability`, and mark those that are listed as thorough."""
-    names = thorough.listed()
+    """Leave slow tests to `make test-reliability`, and mark those that are listed as long."""
+    names = long.listed()
     for item in items:
-        if thorough.is_listed(item.nodeid, names):
-            item.add_marker(pytest.mark.thorough)
+        if long.is_listed(item.nodeid, names):
+            item.add_marker(pytest.mark.long)
     slow = [item for item in items if item.get_closest_marker("slow") and not ROUNDS]
     if slow:
         config.hook.pytest_deselected(items=slow)

@@ -1,9 +1,9 @@
-"""The tests that `make test` leaves to `make test-all`, because of their time: thorough.txt.
+"""The tests that `make test` leaves to `make test-long`, because of their time: long.txt.
 
     python -m pytest -n 3 --junitxml=times.xml
-    python -m tests.thorough times.xml     writes the list again, by the times of that run
+    python -m tests.long times.xml     writes the list again, by the times of that run
 
-A test that takes long is thorough, unless it proves what the README or a guide says, or is the
+A test that takes long is in the list, unless it proves what the README or a guide says, or is the
 short one of its kind. Of a function with parameters one case stays, if that takes little.
 """
 
@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-LIST = Path(__file__).with_name("thorough.txt")
+LIST = Path(__file__).with_name("long.txt")
 LONG_S = 0.8
 ONE_CASE_S = 1.5
 PROMISES = ("readme", "guides", "tutorial", "differential", "documents", "how_to", "project")
@@ -34,7 +34,7 @@ SHORT_ONES = (
 
 
 def listed() -> frozenset[str]:
-    """Return the ids of tests, and of functions all of whose cases are thorough."""
+    """Return the ids of tests, and of functions all of whose cases take long."""
     return frozenset(LIST.read_text().splitlines())
 
 
