@@ -577,7 +577,7 @@ def test_a_body_whose_client_waits_is_asked_for_when_user_code_reads_it() -> Non
         client.request("/reads", method="POST", headers=EXPECTS)
         client.receive_until(b"100 Continue")
         client.send(b"0123456789")
-        client.receive_until(b"\r\n\r\n10")
+        assert client.receive_until(b"\r\n\r\n10").endswith(b"\r\n\r\n10")
 
 
 def test_a_client_that_leaves_while_its_body_is_not_asked_for_is_noticed() -> None:

@@ -284,6 +284,32 @@ def test_a_background_task_that_fails_runs_once(caplog: pytest.LogCaptureFixture
     assert seen == ["task"]
 
 
+def test_a_background_task_in_a_group_that_a_stop_cancels_does_not_run_again() -> None:
+    app, seen = FastAPI(), list[str]()
+
+    async def waits() -> None:
+        seen.append("begins")
+        await asyncio.Event().wait()
+
+    async def items() -> AsyncIterator[bytes]:
+        yield CHUNK
+
+    @serve.deployment(graceful_shutdown_timeout_s=0.1)
+    @serve.ingress(app)
+    class Api:
+        @app.get("/")
+        async def get(self) -> Response:
+            return InGroup(items(), background=BackgroundTask(waits))
+
+    port = served(bind(Api))
+    with Connection(port) as client:
+        client.request("/")
+        client.receive_until(b"\r\n0\r\n\r\n")
+        wait_until(lambda: seen == ["begins"])
+        serve.shutdown()
+    assert seen == ["begins"]
+
+
 def test_an_endpoint_that_is_cancelled_before_it_returns_runs_no_background_task(
     tmp_path: Path,
 ) -> None:

@@ -156,13 +156,13 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
             call, task = CURRENT_CALL.get(None), asyncio.current_task()
             if call is None or task is None or scope["type"] != "http":
                 raise
-            # A `FileResponse` closes its file between its last message and the task.
-            if is_sent and _has_begun(background, error):
-                raise
             if isinstance(error, ExceptionGroup) and not is_disconnect(error):
                 raise
             cut: dict[int, _Cut] = scope.setdefault(_CUT, {})
             this = cut.setdefault(id(response), _Cut(response))
+            # A `FileResponse` closes its file between its last message and the task.
+            if is_sent and _has_begun(background, error):
+                this.has_begun = True  # also for a subclass that sends by this one, in a group
             if this.has_begun and not this.has_ended:
                 raise  # by the background task
             # Race with a timeout of the user's around the response, whose cancellation may come
