@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, WebSocket
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, WebSocket, params
 from fastapi.dependencies.utils import get_dependant, get_parameterless_sub_dependant
 from fastapi.routing import APIRoute
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -112,6 +112,60 @@ def test_where_the_first_parameter_may_be_either_the_start_is_refused(
     assert "test_asgi_guards.py:" in told
     assert "`self` as its first parameter" in told
     assert "@staticmethod" in told
+
+
+@pytest.mark.parametrize("form", ["default", "annotated", "string", "base", "read", "header"])
+def test_a_guard_declared_as_an_attribute_is_refused_because_it_would_never_run(
+    form: str, app: FastAPI
+) -> None:
+    class Base:
+        if form == "base":
+            user: str = Depends(refuse)
+
+    class K(Base):
+        if form == "default":
+            user: str = Depends(refuse)
+        elif form == "annotated":
+            user: Refused
+        elif form == "string":
+            user: "Annotated[str, Depends(refuse)]"
+        elif form == "read":
+            user = Depends(refuse)
+        elif form == "header":
+            user: str = Header()
+
+        @app.get("/")
+        def whoami(self) -> str:
+            return str(self.user)
+
+    with pytest.raises(TypeError, match=r"\.user is declared as a dependency or a parameter"):
+        ingress(app)(K)
+
+
+def test_an_attribute_that_is_an_alias_of_a_dependency_is_served(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        need = Depends(refuse)
+        shared: ClassVar[Any] = Depends(refuse)
+        typed: params.Depends = Depends(refuse)
+        User = Annotated[str, need]
+        limit: "NoSuchName" = 3  # type: ignore[name-defined]
+
+        @app.get("/default")
+        def default(self, user: str = need) -> str:
+            return user
+
+        @app.get("/annotated")
+        def annotated(self, user: User) -> str:
+            return user
+
+        @app.get("/route", dependencies=[shared, typed])
+        def route(self) -> str:
+            return "t"
+
+    paths = "/default", "/annotated", "/route"
+    assert statuses(K, *paths) == [401, 401, 401]
+    assert statuses(K, *paths, headers=TOKEN) == [200, 200, 200]
 
 
 def test_the_name_of_the_instance_is_that_of_the_constructor_or_self_or_this(app: FastAPI) -> None:

@@ -95,6 +95,7 @@ class BoundRoutes:
             # Before the routes are cloned: a route that comes meanwhile is then found later.
             self.routers = routers(app.router)
             self._see()
+            methods.check_fields()
             check_layers(app, methods)
             check_routes(app, methods)
             show_clones(app)

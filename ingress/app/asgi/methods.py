@@ -33,9 +33,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial, partialmethod
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import CodeType, FunctionType, MethodType
-from typing import Any, cast
+from typing import Any, ClassVar, cast, get_origin
 
 from fastapi import params
 from fastapi.security import SecurityScopes
@@ -51,7 +51,7 @@ from ingress.app.asgi.compat import (
     get_typed_signature,
 )
 from ingress.core.base.foreign import dict_of, has_code_for, unwrapped
-from ingress.core.base.signatures import signature_of
+from ingress.core.base.signatures import annotations_of, signature_of
 from ingress.core.execution.execution import Kind, code_of, kind, name_of
 from ingress.exceptions import RayServeException
 
@@ -62,6 +62,7 @@ _FILLED_IN = (HTTPConnection, Response, BackgroundTasks, SecurityScopes)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CONNECTIONS = frozenset(("request", "websocket"))
 _NOTHING = inspect.Parameter.empty
+_READ_BY_FASTAPI = (params.Depends, params.Param, params.Body)
 _PLAINLY_CALLED = (partial, staticmethod, type)
 """Callables that Python passes no instance."""
 
@@ -152,6 +153,34 @@ class Methods:
                     f"{_written_at(func)}: FastAPI passes parameters by name, and '{each.name}' is "
                     "positional-only. Remove the '/'."
                 )
+
+    def check_fields(self) -> None:
+        """Raise `TypeError` for an attribute of the class that is declared as a dependency.
+
+        FastAPI reads parameters only, so a guard in `user: str = Depends(guard)` would never run.
+        """
+        functions = chain.from_iterable(self._own.values())
+        called = (each.__code__ for each in functions if each.__name__ != "__init__")
+        read = {name for code in called for name in code.co_names}
+        for cls in self._own:
+            own, annotations = vars(cls), annotations_of(cls)
+            for name in {**annotations, **own}:
+                annotation = annotations.get(name, _NOTHING)
+                with suppress(Exception):  # it may name what only a type checker knows
+                    annotation = _evaluated(annotation, None, cls)
+                if _is_shared(annotation) or (annotation is _NOTHING and name not in read):
+                    continue  # an alias, as in `def method(self, user=auth)`
+                default = own.get(name, _NOTHING)
+                kind = inspect.Parameter.KEYWORD_ONLY
+                field = inspect.Parameter("_", kind, default=default, annotation=annotation)
+                if _has_marker(field, _READ_BY_FASTAPI):
+                    raise TypeError(
+                        f"{cls.__module__}.{cls.__qualname__}.{name} is declared as a dependency or"
+                        " a parameter of the request, but FastAPI reads parameters of functions"
+                        " only: it would never run. Declare it as a parameter of each method that"
+                        f" needs it, `def method(self, {name}: Annotated[...])`, or for all routes"
+                        " with APIRouter(dependencies=[...])."
+                    )
 
     def _override(
         self, cls: type, name: str, func: Any, signature: inspect.Signature, *, skip_first: bool
@@ -303,11 +332,18 @@ def _is_given(
     return is_filled_in or _has_marker(first.replace(annotation=annotation))
 
 
-def _has_marker(parameter: inspect.Parameter) -> bool:
+def _has_marker(
+    parameter: inspect.Parameter, markers: tuple[type, ...] = (FieldInfo, params.Depends)
+) -> bool:
     annotation = getattr(parameter.annotation, "__value__", parameter.annotation)
     metadata = getattr(annotation, "__metadata__", ())
-    markers = (FieldInfo, params.Depends)
     return any(isinstance(each, markers) for each in (parameter.default, *metadata))
+
+
+def _is_shared(annotation: Any) -> bool:
+    """Return whether an attribute is said to be the marker itself, or no field of an instance."""
+    is_marker = isinstance(annotation, type) and issubclass(annotation, _READ_BY_FASTAPI)
+    return is_marker or get_origin(annotation) is ClassVar or annotation is ClassVar
 
 
 def _counts(own: inspect.Parameter, routes: inspect.Parameter) -> bool:

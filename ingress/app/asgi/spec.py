@@ -238,7 +238,9 @@ def _check_class(cls: object, spec: IngressSpec) -> None:
             f"`{BUILDER_METHOD}`."
         )
     if isinstance(spec.app, (Starlette, Router)):
-        check_routes(spec.app, Methods(cls))
+        methods = Methods(cls)
+        methods.check_fields()
+        check_routes(spec.app, methods)
 
 
 def _wrong_order(deployment: object) -> TypeError:
