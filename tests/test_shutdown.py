@@ -10,16 +10,30 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from fastapi import FastAPI, WebSocket
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
+from ingress.serving.http import in_flight, leaving
 from tests.programs import INGRESS, UVICORN, ServerProcess, environment, process, write_module
-from tests.servers import PATIENCE_S, Connection, get, is_ready, served, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    UPGRADE,
+    Connection,
+    bind,
+    get,
+    is_ready,
+    served,
+    wait_until,
+)
 
 GRACEFUL_S = 0.5
 LAST_WORDS_S = 4.0  # stuck code gets a second to end, and machines are slow
@@ -367,3 +381,74 @@ def test_a_port_is_free_again_after_shutdown(separate: str) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))  # raises if the port is still in use
         assert listener.getsockname()[1] == port
+
+
+# Clients that are slow to take what they get.
+
+
+@serve.deployment(graceful_shutdown_timeout_s=10 * PATIENCE_S)
+class Bytes:
+    """Sends 8 MB at once, or by a stream or a WebSocket without end."""
+
+    async def __call__(self, request: Request) -> Response:
+        chunk = b"x" * 65536
+        if request.url.path == "/stream":
+            return StreamingResponse(iter(lambda: chunk, b""))
+        return Response(chunk * 128)
+
+
+sockets = FastAPI()
+
+
+@serve.deployment(graceful_shutdown_timeout_s=10 * PATIENCE_S)
+@serve.ingress(sockets)
+class Messages:
+    @sockets.websocket("/")
+    async def flood(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        while True:
+            await websocket.send_bytes(b"x" * 65536)
+
+
+@contextmanager
+def stopping() -> Iterator[threading.Thread]:
+    """Stop the server in a thread, which has ended afterwards."""
+    thread = threading.Thread(target=serve.shutdown)
+    thread.start()
+    yield thread
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_client_that_is_still_taking_its_answer_gets_all_of_it(
+    isolation: Literal["thread", "process"], separate: str
+) -> None:
+    port = served(bind(Bytes.options(isolation=isolation)))
+    with Connection(port, receive_buffer=65536) as connection:
+        connection.request("/")
+        connection.receive_until(b"\r\n\r\n")
+        with stopping() as thread:
+            until = time.monotonic() + 1.5  # longer than connections have that take nothing
+            while time.monotonic() < until and thread.is_alive():
+                time.sleep(0.02)
+                connection.received += connection.socket.recv(4096)
+            assert connection.answer().is_complete
+
+
+@pytest.mark.parametrize("kind", ["/stream", "websocket"])
+def test_a_client_that_takes_nothing_of_a_stream_delays_no_stop(
+    kind: str, separate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in (
+        (in_flight, "STREAM_GRACE_S"), (in_flight, "FLUSH_S"), (leaving, "STALLED_S")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, 0.2)
+    port = served(bind(Messages if kind == "websocket" else Bytes))
+    with Connection(port, receive_buffer=4096) as connection:
+        headers = UPGRADE if kind == "websocket" else ""
+        connection.request("/" if kind == "websocket" else kind, headers=headers)
+        connection.receive_until(b"\r\n\r\n")
+        with stopping():
+            pass
+        assert not connection.answer().is_complete

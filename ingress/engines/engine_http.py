@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from time import monotonic
 
 from ingress.config import HTTPOptions
 from ingress.core.base.settings import Settings
@@ -98,12 +99,15 @@ class EngineHTTP:
                 self.server.url,
             )
 
-    def stop_if_unused(self, threads: EngineThreads) -> None:
-        """Stop the server, unless there is an application to serve or the server is kept."""
+    def stop_if_unused(self, threads: EngineThreads, until: float = 0.0) -> None:
+        """Stop the server, unless there is an application to serve or the server is kept.
+
+        Clients may take their answers until then (`time.monotonic`).
+        """
         if (server := self.server) is None or self.is_kept or self.proxy.table.routes:
             return
         self.server = None
-        run_blocking(threads.control.loop, server.stop())
+        run_blocking(threads.control.loop, server.stop(max(0.0, until - monotonic())))
 
     def reset(self) -> None:
         """Restore the initial options, and make a new proxy, for the next `start`."""

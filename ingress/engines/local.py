@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
+from time import monotonic
 from types import FunctionType
 
 from ingress.app.declaration.build import BuiltApplication, with_logging
@@ -295,9 +296,10 @@ class LocalEngine:
             if threads is None:
                 self.apps.failed.pop(name, None)
             else:
+                until = monotonic() + self._shutdown_timeout_s()
                 run_blocking(threads.control.loop, self.apps.delete(name))
                 with self._operations:
-                    self.http.stop_if_unused(threads)
+                    self.http.stop_if_unused(threads, until)
 
     def change(
         self,
@@ -371,6 +373,7 @@ class LocalEngine:
             if threads is None:
                 self.apps.failed.clear()
                 return
+            until = monotonic() + (self._shutdown_timeout_s() if timeout_s is None else timeout_s)
             self.leave()
             for proxy in self.proxies():
                 proxy.is_draining = True
@@ -379,8 +382,13 @@ class LocalEngine:
             if self.http.is_kept:
                 self.http.is_kept = False
                 self.release()
-            self.http.stop_if_unused(threads)
+            self.http.stop_if_unused(threads, until)
             self.http.reset()
+
+    def _shutdown_timeout_s(self) -> float:
+        """Return the longest timeout of the running applications."""
+        running = list(self.applications.values())
+        return max((each.graceful_shutdown_timeout_s for each in running), default=0.0)
 
     def proxies(self) -> list[HTTPProxy]:
         """Return the proxies of the server and of the applications that are served as ASGI apps."""

@@ -32,6 +32,7 @@ from ingress.telemetry.logs import log_failure, logger
 
 SWEEP_S = 0.025
 STREAM_GRACE_S = 5.0  # for a stream to end, once its application is told to stop
+FLUSH_S = 1.0  # for the client of a stream to take its end, once its work is cancelled
 
 
 class InFlight:
@@ -151,7 +152,8 @@ class InFlight:
         """Wait for an application's requests, and cancel the rest at the timeout. On any loop.
 
         A stream may never end by itself: its user code is told that the client is gone, and is
-        cancelled after `STREAM_GRACE_S`. `is_replaced` selects the close code of WebSockets.
+        cancelled after `STREAM_GRACE_S`. A client that does not read is then cut. `is_replaced`
+        selects the close code of WebSockets.
         """
         code = SERVICE_RESTART if is_replaced else GOING_AWAY
         loop = asyncio.get_running_loop()
@@ -162,6 +164,8 @@ class InFlight:
             for reply in in_flight:
                 if now >= deadline or (now >= grace and reply.is_stream):
                     reply.stop()
+                    if now >= grace + FLUSH_S and reply.is_stream:
+                        reply.abort()
                 elif reply.is_stream:
                     reply.disconnect(code)
             if now >= deadline:

@@ -3,6 +3,7 @@
     close_after_answers   each response that has yet to begin says `connection: close`
     refuse_handshakes     no new connection is made, and no existing one is lost
     close_idle            the connections on which nothing has arrived are closed
+    flush                 the clients take what was written for them, or lose their connections
 
 These functions use what uvicorn has for its own shutdown: the headers of every response, a
 connection's `cycle`, which is its current or last request, and its `shutdown`.
@@ -10,13 +11,18 @@ connection's `cycle`, which is its current or last request, and its `shutdown`.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import socket
 import struct
 import sys
+from time import monotonic
 from typing import Any
 
 from ingress.serving.http.uvicorn_connection import has_unread
+
+STALLED_S = 2.0  # longer than a packet that was lost takes to be sent again
+LOOK_S = 0.05
 
 _CLOSE = (b"connection", b"close")
 
@@ -87,6 +93,33 @@ def close_idle(server: Any) -> bool:
         else:
             connection.shutdown()
     return is_done
+
+
+async def flush(server: Any, timeout_s: float) -> None:
+    """Wait until the clients have taken all that was written for them. On the HTTP loop.
+
+    The buffer of a connection has any number of bytes of an answer that is complete. Once no client
+    has taken anything for `STALLED_S`, the connections are dropped: a loop that ends would leave
+    them open.
+    """
+    now = monotonic()
+    until, last, since = now + timeout_s, -1, now
+    connections = server.server_state.connections
+    while (unsent := sum(map(_unsent_bytes, connections))) and now < until:
+        now = monotonic()
+        if unsent != last:
+            last, since = unsent, now
+        elif now - since >= STALLED_S:
+            break
+        await asyncio.sleep(LOOK_S)
+    for each in list(connections):
+        if _unsent_bytes(each):
+            each.transport.abort()
+
+
+def _unsent_bytes(connection: Any) -> int:
+    transport = getattr(connection, "transport", None)
+    return 0 if transport is None else int(transport.get_write_buffer_size())
 
 
 def _is_idle(connection: Any) -> bool:

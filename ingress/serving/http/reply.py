@@ -53,7 +53,7 @@ from ingress.serving.http.reply_state import (
 )
 from ingress.serving.http.request_head import content_length
 from ingress.serving.http.stream_turns import LARGE, stream_turns
-from ingress.serving.http.uvicorn_connection import has_left, send_chunks
+from ingress.serving.http.uvicorn_connection import has_left, send_chunks, transport_of
 from ingress.serving.http.work import HTTPWork
 from ingress.serving.replicas.router import Router
 
@@ -340,6 +340,15 @@ class Reply:
         """End a stream or a WebSocket whose user loop is stuck, and cannot do so itself."""
         if self._outbound is not None:
             self._outbound.finish()
+
+    def abort(self) -> None:
+        """Drop the connection if its client does not take what was sent to it. Thread-safe."""
+        self.post(self._abort)
+
+    def _abort(self) -> None:
+        transport = transport_of(self._receive)
+        if transport is not None and transport.get_write_buffer_size():
+            transport.abort()
 
     def cut_late(self) -> None:
         """Cut the request, because its deadline has passed."""

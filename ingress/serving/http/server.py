@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ingress.core.calls.loops import EventLoopThread, run_on
 from ingress.serving.http.address import Address, url_of
-from ingress.serving.http.leaving import close_after_answers
+from ingress.serving.http.leaving import close_after_answers, flush
 from ingress.serving.http.proxy import HTTPProxy
 
 if TYPE_CHECKING:
@@ -97,12 +97,17 @@ class HTTPServer:
         if self._server is not None:
             await run_on(self.home.loop, self._server.retire, wait_s)
 
-    async def stop(self) -> None:
-        """Close the connections and end the thread, within a second. The requests have ended."""
+    async def stop(self, flush_s: float = 0.0) -> None:
+        """Close the connections and end the thread. The requests have ended.
+
+        A client that still takes its answer has `flush_s`; all else takes a second at most.
+        """
         try:
             if self._server is not None:
-                async with asyncio.timeout(0.9):
-                    await run_on(self.home.loop, self._stop)
+                async with asyncio.timeout(0.9) as limit:
+                    if not await run_on(self.home.loop, self._stop):
+                        limit.reschedule(asyncio.get_running_loop().time() + flush_s + 0.9)
+                        await run_on(self.home.loop, self._flush, flush_s)
         except TimeoutError:
             logger.error(
                 "user code blocks the event loop of %s; its thread is left behind", self.home.name
@@ -112,14 +117,20 @@ class HTTPServer:
             self._address.clean_up()
             self.home.stop(timeout_s=0.2)
 
-    async def _stop(self) -> None:
+    async def _stop(self) -> bool:
+        """Close the connections. Returns whether all are closed."""
         assert self._server is not None
         assert self._serving is not None
         self._server.stop()
         done, _ = await asyncio.wait([self._serving], timeout=0.55)
-        if not done:
-            self._server.force_exit = True
-            await asyncio.wait([self._serving], timeout=0.15)
+        return bool(done)
+
+    async def _flush(self, flush_s: float) -> None:
+        assert self._server is not None
+        assert self._serving is not None
+        await flush(self._server, flush_s)
+        self._server.force_exit = True
+        await asyncio.wait([self._serving], timeout=0.15)
 
 
 def check_address(host: str, port: int) -> int:

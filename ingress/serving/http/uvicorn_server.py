@@ -15,7 +15,6 @@ from ingress.serving.http import leaving
 
 ASKING_S = 0.1  # for the first request on a connection that has just been made
 READING_S = 0.005
-LOOK_S = 0.05
 
 
 class HostedServer(uvicorn.Server):
@@ -82,7 +81,7 @@ class UvicornServer(uvicorn.Server):
             each.close()
         until = monotonic() + wait_s
         while self.server_state.connections and monotonic() < until:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(leaving.LOOK_S)
 
     async def _let_ask(self) -> None:
         """Close the idle connections, once each had the time to send a request."""
