@@ -343,6 +343,23 @@ def test_custom_openapi_sees_the_bound_routes_once_and_leaves_the_users_app_alon
     assert app.openapi_schema is None
 
 
+def test_a_callback_that_is_a_method_is_in_the_schema_without_self() -> None:
+    app, partner = FastAPI(), APIRouter()
+
+    @ingress(app)
+    class K:
+        @partner.post("{$callback_url}/done")
+        def done(self, number: int) -> None: ...
+
+        @app.get("/", callbacks=partner.routes)
+        def root(self) -> None: ...
+
+    with serve(K) as client:
+        served = client.get("/openapi.json").json()["paths"]["/"]["get"]["callbacks"]["done"]
+    (callback,) = served.values()
+    assert [each["name"] for each in callback["post"]["parameters"]] == ["number"]
+
+
 def test_an_overridden_openapi_method_is_used() -> None:
     class Described(FastAPI):
         def openapi(self) -> dict[str, Any]:

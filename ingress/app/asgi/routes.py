@@ -178,8 +178,13 @@ class RouteTree:
         provider = getattr(keeper, "dependency_overrides_provider", None)
         endpoint = wrapper(route.endpoint, target, _streams(route, target.func))
         self.dependencies.endpoints[id(route.endpoint)] = endpoint
-        given = self.dependencies.overrides(provider)
-        clone: Any = rebuilt(route, endpoint, dependency_overrides_provider=given)
+        given: dict[str, Any] = {
+            "dependency_overrides_provider": self.dependencies.overrides(provider)
+        }
+        if getattr(route, "callbacks", None):  # their methods are in the schema
+            routes = (self._route(each, router) for each in route.callbacks)
+            given["callbacks"] = [each for each in routes if each is not None]
+        clone: Any = rebuilt(route, endpoint, **given)
         self._keep_changes(route, clone)
         clone.endpoint = route.endpoint  # user code compares it, and looks for its own marks
         self._clones[id(route)] = clone
