@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from ingress.app.asgi.compat import serialize_response
-from ingress.app.asgi.dependencies import functions_of, target_of
+from ingress.app.asgi.dependencies import target_of
 from ingress.app.asgi.methods import GENERATORS
 from ingress.core.execution.execution import code_of, kind, name_of
 from ingress.core.execution.mistakes import is_users, last_line
@@ -52,13 +52,13 @@ _ENCODERS = {
 _OURS = {"by_encoder": "result", "by_field": "result", "_to_json": "value"}
 
 
-def explain(error: BaseException, func: Callable[..., object] | None, scope: Scope) -> None:
+def explain(error: BaseException, func: Callable[..., object] | None) -> None:
     """Add the sentence to an error, if it is about the result of user code. Never fails.
 
     `func` is the user's function that answered the request, `None` if it is not known.
     """
     try:
-        if isinstance(error, Exception) and (sentence := _sentence(error, func, scope)):
+        if isinstance(error, Exception) and (sentence := _sentence(error, func)):
             error.add_note(Explanation(sentence))
         elif type(error) is TypeError and "'DeploymentResponse'" in str(error):
             error.add_note(_UNAWAITED)  # Python's text names the class, in a line of the user's
@@ -72,7 +72,7 @@ def endpoint_of(scope: Scope) -> Callable[..., object] | None:
     return scope.get("endpoint") if target is None else target.func
 
 
-def _sentence(error: Exception, func: Callable[..., object] | None, scope: Scope) -> str:
+def _sentence(error: Exception, func: Callable[..., object] | None) -> str:
     is_invalid = isinstance(error, ResponseValidationError)
     values = [error.body] if isinstance(error, ResponseValidationError) else _encoded(error)
     if not values:
@@ -81,16 +81,16 @@ def _sentence(error: Exception, func: Callable[..., object] | None, scope: Scope
     parts = list(_parts(result))
     for path, part in parts:
         if hasattr(part, "__anext__"):
-            where = _where(func, _line(func, _returns))
-            return f"{where} {_what(result, path, part)}; iterate it with `async for`"
+            return f"{_told(func, result, path, part)}; iterate it with `async for`"
         if inspect.isawaitable(part):
-            return _awaitable(func, scope, _what(result, path, part))
+            is_async = func is None or kind(func).is_async
+            advice = "write `await`" if is_async else "write `async def` and `await`"
+            return f"{_told(func, result, path, part)}; {advice}"
     if is_invalid:
         return ""  # FastAPI's text names the endpoint, its line and the value
     path, part = _culprit(error, parts, values[-1])
     reason = "" if _names_type_only(error) else f": {last_line(error)}"
-    where = _where(func, _line(func, _returns))
-    return f"{where} {_what(result, path, part)}, which cannot become JSON{reason}"
+    return f"{_told(func, result, path, part)}, which cannot become JSON{reason}"
 
 
 def _encoded(error: BaseException) -> list[object]:
@@ -169,8 +169,14 @@ def _names_type_only(error: Exception) -> bool:
 # Words.
 
 
-def _what(result: object, path: str, part: object) -> str:
-    return f"{_a(result)} with {_a(part)} at {path}" if path else _a(part)
+def _told(func: Callable[..., object] | None, result: object, path: str, part: object) -> str:
+    what = f"{_a(result)} with {_a(part)} at {path}" if path else _a(part)
+    if func is None:
+        return f"An endpoint returned {what}"
+    code = code_of(inspect.unwrap(func))
+    place = "" if code is None else f" ({code.co_filename}:{_line_in(code)})"
+    verb = "yielded" if kind(func) in GENERATORS else "returned"
+    return f"{name_of(func)}{place} {verb} {what}"
 
 
 def _a(value: object) -> str:
@@ -178,57 +184,19 @@ def _a(value: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def _where(func: Callable[..., object] | None, line: int) -> str:
-    if func is None:
-        return "An endpoint returned"
-    verb = "yielded" if kind(func) in GENERATORS else "returned"
-    return f"{name_of(func)}{_place(func, line)} {verb}"
-
-
-def _place(func: Callable[..., object], line: int) -> str:
-    code = code_of(inspect.unwrap(func))
-    return "" if code is None else f" ({code.co_filename}:{line})"
-
-
-def _awaitable(func: Callable[..., object] | None, scope: Scope, what: str) -> str:
-    """Return the sentence on an awaitable, and the line that made it, in the endpoint or before."""
-    is_async = func is None or kind(func).is_async
-    advice = "write `await`" if is_async else "write `async def` and `await`"
-    line = _line(func, _unawaited)
-    source = ""
-    dependant = None if line else getattr(scope.get("route"), "dependant", None)
-    for each in [] if dependant is None else functions_of(dependant):
-        # The awaitable that a `def` returns is awaited for it.
-        if kind(each).is_async and (made_at := _line(each, _unawaited)):
-            source, advice = f", from {name_of(each)}{_place(each, made_at)}", "write `await` there"
-    return f"{_where(func, line or _line(func, _returns))} {what}{source}; {advice}"
-
-
-# Lines.
-
-_Find = Callable[[list[ast.AST]], list[ast.AST]]
-
-
-def _line(func: Callable[..., object] | None, find: _Find) -> int:
-    """Return the line of the node that `find` finds in a function; 0 if there is no such call.
-
-    It is the line of the function itself if there are several nodes, or no `return`.
-    """
-    code = None if func is None else code_of(inspect.unwrap(func))
-    return 0 if code is None else _line_in(code, find)
+# The line.
 
 
 @lru_cache(maxsize=1000)  # read once: clients may cause such errors again and again
-def _line_in(code: CodeType, find: _Find) -> int:
+def _line_in(code: CodeType) -> int:
+    """Return the line where a function returns or yields, or its own if there are several."""
     try:
         lines, first = inspect.getsourcelines(code)
-        tree = ast.parse(dedent("".join(lines)))
+        function = ast.parse(dedent("".join(lines))).body[0]
     except (OSError, SyntaxError):  # made by `exec`, or a lambda in the middle of a statement
-        return code.co_firstlineno if find is _returns else 0
-    function = tree.body[0]
-    found = find(list(own_nodes(function)))
-    if not found and find is _unawaited:
-        return 0
+        return code.co_firstlineno
+    nodes = own_nodes(function)
+    found = [each for each in nodes if isinstance(each, ast.Return | ast.Yield) and each.value]
     return first - 1 + getattr(found[0] if len(found) == 1 else function, "lineno", 1)
 
 
@@ -238,21 +206,3 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
         yield each
         if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             yield from own_nodes(each)
-
-
-def _returns(nodes: list[ast.AST]) -> list[ast.AST]:
-    """Return the statements that return or yield a value."""
-    return [each for each in nodes if isinstance(each, ast.Return | ast.Yield) and each.value]
-
-
-def _unawaited(nodes: list[ast.AST]) -> list[ast.AST]:
-    """Return the calls `….remote(...)` that are not awaited where they are written."""
-    awaited = {each.value for each in nodes if isinstance(each, ast.Await)}
-    return [
-        each
-        for each in nodes
-        if isinstance(each, ast.Call)
-        and isinstance(each.func, ast.Attribute)
-        and each.func.attr == "remote"
-        and each not in awaited
-    ]

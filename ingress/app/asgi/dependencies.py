@@ -299,12 +299,6 @@ def target_of(route: Any) -> Target | None:
     return getattr(getattr(route, "original_route", route), "_ingress_target", None)
 
 
-def functions_of(dependant: Dependant) -> Iterator[Callable[..., object]]:
-    """Return the functions of the dependencies, as they run, in the order of their calls."""
-    calls: Iterator[Any] = (each.call for each in nodes_of(dependant))
-    return (call.target.func if isinstance(call, Lifted) else call for call in calls)
-
-
 def _is_security(call: Any) -> bool:
     """Return whether FastAPI takes `call` for a security scheme, which the schema names."""
     return isinstance(inspect.unwrap(without_partials(call)), SecurityBase)

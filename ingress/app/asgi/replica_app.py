@@ -168,7 +168,7 @@ class ReplicaApp:
             await self._in_layers(found, scope, receive, send)
         except BaseException as error:
             with advisory("the explanation of an error"):
-                explain(error, endpoint_of(scope), scope)
+                explain(error, endpoint_of(scope))
             contain(error, "the ASGI app")
             raise
 

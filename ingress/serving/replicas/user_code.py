@@ -166,7 +166,7 @@ class UserCode:
             else:
                 await send_value(result, plan.pool, scope, receive, send)
         except Exception as error:
-            explain(error, plan.func, scope)
+            explain(error, plan.func)
             raise
 
     async def stop(self) -> None:
