@@ -431,8 +431,8 @@ def test_a_client_that_is_still_taking_its_answer_gets_all_of_it(
         with stopping() as thread:
             until = time.monotonic() + 1.5  # longer than connections have that take nothing
             while time.monotonic() < until and thread.is_alive():
-                time.sleep(0.02)
                 connection.received += connection.socket.recv(4096)
+                thread.join(0.02)
             assert connection.answer().is_complete
 
 

@@ -13,9 +13,8 @@
     users_app        the user's `app`, which is the clone inside of a replica
     unbound          the answer of an app that is served without its deployment
     unserved_routes  routes that no deployment serves
-    replica_app      the ASGI app of one replica
+    replica_app      the ASGI app of one replica, and FastAPI's layers around its routes
     lifespan         its start-up and shutdown
-    layers           FastAPI's layers around the routes, and whether a request needs them
     guard            containment of failures in their request
     compat           the private names of FastAPI and Starlette
     known            the versions that compiled routes were compared with

@@ -2,7 +2,8 @@
 
     ReplicaApp -> ServerErrorMiddleware -> Guard -> m1 -> Guard -> m2 -> Guard -> routes
 
-A compiled route may begin above all of these: see `layers`. Its failures then pass through them.
+A compiled route may begin above all of these: see `replica_app`. Its failures then pass through
+them.
 
 Starlette calls user code that `execution` does not see: middleware, exception handlers, streamed
 bodies, background tasks, `yield` dependencies. `BaseHTTPMiddleware` (`@app.middleware("http")`)

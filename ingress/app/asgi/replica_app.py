@@ -1,4 +1,11 @@
-"""The ASGI app of one replica."""
+"""The ASGI app of one replica, and FastAPI's layers around its routes.
+
+    ServerErrorMiddleware, OutermostGuard, the user's, ExceptionMiddleware, AsyncExitStackMiddleware
+
+Without middleware of the user's, these layers answer errors, and fill the scope for user code. So a
+compiled route that shows its scope to no user code begins without them, and enters them only for an
+error. They are a fifth of the cost of a simple request.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +13,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
-from starlette.routing import BaseRoute
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.app.asgi.apps import BoundRoutes
 from ingress.app.asgi.bad_results import endpoint_of, explain
-from ingress.app.asgi.compat import TELEMETRY
+from ingress.app.asgi.compat import (
+    EXIT_STACK_LAYER,
+    LAYERS,
+    TELEMETRY,
+    is_original,
+    native_telemetry,
+)
 from ingress.app.asgi.compiled import CompiledRoute
-from ingress.app.asgi.guard import ANSWER, Answer
-from ingress.app.asgi.layers import CHECK_EVERY_S, Layers
+from ingress.app.asgi.guard import ANSWER, Answer, OutermostGuard
 from ingress.app.asgi.lifespan import Lifespan
 from ingress.app.asgi.methods import Target
-from ingress.app.asgi.route_index import FOUND
+from ingress.app.asgi.route_index import FOUND, RouteIndex
 from ingress.app.asgi.routes import check_added
 from ingress.context import ReplicaRuntime
 from ingress.core.base.foreign import advisory
@@ -27,6 +40,7 @@ from ingress.core.execution.execution import ExecutionPlan, Role, contain
 
 ASGI = {"version": "3.0", "spec_version": "2.4"}
 BUILDER_METHOD = "__serve_build_asgi_app__"
+CHECK_EVERY_S = 1.0  # the state of the layers
 
 _ROUTES = attrgetter("routes")
 
@@ -42,6 +56,35 @@ class _Plans(dict[Target, ExecutionPlan]):
 
 
 MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
+
+
+class Layers(NamedTuple):
+    """The state of an app's layers, looked at once a second and not at every request.
+
+    FastAPI (0.142 and newer) checks at every request for a configured OpenTelemetry provider. That
+    reads the environment six times: a tenth of the cost of a simple request. A provider that is
+    configured later is found within a second, and so is a tracer that replaces a layer's function.
+
+    `telemetry_is_off` is false also if the app has no telemetry. `stack` has all layers, and
+    `routes` is the index inside of it, if requests may begin there; otherwise both are `None`.
+    """
+
+    telemetry_is_off: bool = False
+    stack: Any = None
+    routes: RouteIndex | None = None
+
+    @classmethod
+    def of(cls, app: Any) -> Layers:
+        native = native_telemetry(app)
+        is_off = (
+            native is not None
+            and not native()
+            # Mounted apps may have providers of their own.
+            and not any(isinstance(route, Mount) for route in app.routes)
+        )
+        if (native is None or is_off) and _only_handle_errors(app):
+            return cls(is_off, app.middleware_stack, app.router.middleware_stack)
+        return cls(is_off)
 
 
 class ReplicaApp:
@@ -195,3 +238,22 @@ class ReplicaApp:
             name = getattr(build, "__name__", repr(build))
             raise TypeError(f"`{name}` must return an ASGI app. It returned {app!r}.")
         return app
+
+
+def _only_handle_errors(app: Any) -> bool:
+    """Return whether the app's layers are FastAPI's own, without a limit for bodies."""
+    layer: Any = getattr(app, "middleware_stack", None)
+    kinds: list[Any] = []
+    while type(layer) in LAYERS or type(layer) is OutermostGuard:
+        kinds.append(type(layer))
+        layer = layer.app
+    return (
+        kinds[-1:] == [EXIT_STACK_LAYER]
+        and layer is app.router
+        and isinstance(layer.middleware_stack, RouteIndex)
+        and all(
+            is_original(kind.__call__)
+            for kind in (type(app), Starlette, type(layer), *kinds)
+            if kind is not OutermostGuard
+        )
+    )

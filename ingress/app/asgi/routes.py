@@ -178,13 +178,13 @@ class RouteTree:
         provider = getattr(keeper, "dependency_overrides_provider", None)
         endpoint = wrapper(route.endpoint, target, _streams(route, target.func))
         self.dependencies.endpoints[id(route.endpoint)] = endpoint
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dependency_overrides_provider": self.dependencies.overrides(provider)
         }
-        if getattr(route, "callbacks", None):  # their methods are in the schema
-            routes = (self._route(each, router) for each in route.callbacks)
-            given["callbacks"] = [each for each in routes if each is not None]
-        clone: Any = rebuilt(route, endpoint, **given)
+        if callbacks := getattr(route, "callbacks", None):  # their methods are in the schema
+            routes = (self._route(each, router) for each in callbacks)
+            options["callbacks"] = [each for each in routes if each is not None]
+        clone: Any = rebuilt(route, endpoint, **options)
         self._keep_changes(route, clone)
         clone.endpoint = route.endpoint  # user code compares it, and looks for its own marks
         self._clones[id(route)] = clone

@@ -5,7 +5,7 @@
     in_flight    the replies that are being made, and the answer to a failure
     reply        one request on the HTTP loop; client: its client's messages; websocket, retrying
     work         the same on the user loop: `receive` and `send` of user code
-    asgi_messages, origin, request_head, leaving, uvicorn_connection, shared_port
+    asgi_messages, request_head, leaving, uvicorn_connection, shared_port
 
 It imports `replicas` and what is below it.
 """

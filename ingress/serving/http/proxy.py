@@ -32,10 +32,10 @@ from ingress.serving.http.asgi_messages import (
     adding_request_id,
 )
 from ingress.serving.http.in_flight import InFlight
-from ingress.serving.http.origin import is_local
 from ingress.serving.http.reply import HTTPReply, Reply
 from ingress.serving.http.request_head import (
     body_of,
+    is_local,
     read_head,
     request_id_of,
 )

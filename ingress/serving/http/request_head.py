@@ -1,10 +1,11 @@
-"""The head of a request, read once: the few headers that decide how the request is served."""
+"""The head of a request: the few headers that decide how it is served, and whether it is local."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from time import monotonic
+from urllib.parse import urlsplit
 
 from starlette.types import Receive, Scope
 
@@ -13,13 +14,17 @@ from ingress.app.asgi.template import RouteTemplates
 from ingress.core.base.settings import SESSION_HEADER
 from ingress.core.base.types import PRIORITIES, DeploymentID, RequestMetadata, new_request_id
 from ingress.core.calls.deadlines import TIMEOUT_HEADER, earlier
+from ingress.serving.http.admin_address import is_loopback
 from ingress.serving.http.uvicorn_connection import is_incomplete
 
 REQUEST_ID_HEADER = b"x-request-id"
+IN_PROCESS = "testserver"
+"""The server's name and address for `TestClient` in this process; no socket has it."""
 
 _MODEL_ID = (b"serve-multiplexed-model-id", b"serve_multiplexed_model_id")
 _READ = frozenset((*_MODEL_ID, TIMEOUT_HEADER, REQUEST_ID_HEADER))
 _PRIORITIES = {name.encode(): level for name, level in PRIORITIES.items()}
+_FORWARDED = frozenset((b"forwarded", b"via", b"x-real-ip"))
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -127,3 +132,39 @@ def content_length(scope: Scope) -> bytes:
         if name == b"content-length":
             return value  # type: ignore[no-any-return]
     return b""
+
+
+def is_local(scope: Scope, target: bytes | None) -> bool:
+    """Return whether a request was sent from this machine to itself, by a local name.
+
+    `target` is what its client asks for: a path or a URL, b"" or `None` as `target_of` says.
+
+    The Host header is checked too: a web page whose own name resolves to 127.0.0.1 reaches the
+    loopback address through its reader's browser, but cannot send another Host. A proxy on this
+    machine says in other headers that it forwards the request of another client.
+    """
+    host = b""
+    for name, value in scope["headers"]:
+        if name == b"host":
+            host = host or value
+        elif name in _FORWARDED or name.startswith(b"x-forwarded-"):
+            return False
+    if target is None or not _is_of_this_machine(target):
+        return False
+    server = scope.get("server")
+    address = server[0] if server else ""
+    text = host.decode("latin-1").lower()
+    text = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+    if text == IN_PROCESS:
+        return bool(address == IN_PROCESS)
+    over_socket_file = server is None or server[1] is None
+    return (over_socket_file or address == IN_PROCESS or is_loopback(address)) and is_loopback(text)
+
+
+def _is_of_this_machine(target: bytes) -> bool:
+    """Return whether the target of a request names no other machine. A URL precedes the Host."""
+    try:
+        url = urlsplit(target)
+        return not url.scheme or is_loopback((url.hostname or b"").decode("latin-1"))
+    except ValueError:
+        return False
