@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 from typing_extensions import TypeAliasType
 
+from ingress import deployment
 from ingress.app.asgi import ingress
 from ingress.app.asgi.compat import IncludedRouter, effective_context, iter_route_contexts
 from ingress.exceptions import RayServeException
@@ -138,6 +139,30 @@ def test_a_guard_declared_as_an_attribute_is_refused_because_it_would_never_run(
 
     with pytest.raises(TypeError, match=r"\.user is declared as a dependency or a parameter"):
         ingress(app)(K)
+
+
+def test_a_guard_of_a_function_that_fastapi_does_not_call_is_refused(app: FastAPI) -> None:
+    class Made:
+        def __init__(self, user: str = Depends(refuse)) -> None:
+            self.user = user
+
+        @app.get("/")
+        def whoami(self) -> str:
+            return self.user
+
+    class Called:
+        async def __call__(self, request: Request, user: Refused = "nobody") -> str:
+            return user
+
+    async def function(request: Request, token: str = Header("")) -> str:
+        return token
+
+    given: Any = deployment(ingress(app)(Made))
+    for each in (given, deployment(Called), deployment(function)):
+        with pytest.raises(TypeError, match="FastAPI does not call this function"):
+            each.bind()
+    with TestClient(given.bind(user="given")) as client:
+        assert client.get("/").json() == "given"
 
 
 def test_an_attribute_that_is_an_alias_of_a_dependency_is_served(app: FastAPI) -> None:

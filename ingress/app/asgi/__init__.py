@@ -22,6 +22,7 @@
 Only these modules touch FastAPI's route internals.
 """
 
+from ingress.app.asgi.methods import is_read_by_fastapi
 from ingress.app.asgi.parts import Part
 from ingress.app.asgi.replica_app import ASGI, ReplicaApp
 from ingress.app.asgi.routes import RouteInfo
@@ -39,6 +40,7 @@ __all__ = [
     "RouteTemplates",
     "bound_app_of",
     "ingress",
+    "is_read_by_fastapi",
     "log_if_not_callable",
     "route_template",
 ]

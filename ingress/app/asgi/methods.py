@@ -247,6 +247,14 @@ def kind_for_fastapi(func: Callable[..., object]) -> Kind:
     return kind(inspect.unwrap(func))
 
 
+def is_read_by_fastapi(parameter: inspect.Parameter, func: Any) -> bool:
+    """Return whether a parameter of `func` is a dependency, a header or the like, by its marker."""
+    with suppress(Exception):  # it may name what only a type checker knows
+        annotation = _evaluated(parameter.annotation, _innermost(func), None)
+        parameter = parameter.replace(annotation=annotation)
+    return _has_marker(parameter, _READ_BY_FASTAPI)
+
+
 def without_partials(func: Any) -> Any:
     """Return the callable inside of `partial`s."""
     while isinstance(func, partial):

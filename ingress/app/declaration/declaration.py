@@ -14,7 +14,7 @@ import inspect
 import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypeVar
 
 from ingress._unsupported import absent_member
+from ingress.app.asgi import is_read_by_fastapi
 from ingress.config import DeploymentConfig, DeploymentOptions
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.loops import asyncio_loop
@@ -76,6 +77,8 @@ class Deployment(Generic[T_co]):
         arguments for a function, or if a method's lane is not among the deployment's `lanes`.
         """
         check_lanes(self.func_or_class, self.config.lanes)
+        call = inspect.getattr_static(self.func_or_class, "__call__", None)
+        _check_markers(self.func_or_class if inspect.isfunction(self.func_or_class) else call)
         if inspect.isclass(self.func_or_class):
             _check_arguments(self, self.func_or_class, args, kwargs)
         elif args or kwargs:
@@ -262,12 +265,27 @@ def _check_arguments(
         ]
         missing = [name for name in required if name not in given]
         if not missing:
+            _check_markers(inspect.getattr_static(cls, "__init__"), given)
             return
         problem = f"missing {', '.join(missing)}"
     raise TypeError(
         f"{_call(deployment, args, kwargs)} does not match "
         f"{cls.__name__}.__init__{signature}: {problem}; give bind() the constructor's arguments"
     )
+
+
+def _check_markers(func: Any, given: Collection[str] = ()) -> None:
+    """Raise `TypeError` if FastAPI would have to fill a parameter of a function that we call."""
+    for each in signature_of(func).parameters.values() if inspect.isfunction(func) else ():
+        if each.name not in given and is_read_by_fastapi(each, func):
+            code = func.__code__
+            raise TypeError(
+                f"{func.__qualname__} ({code.co_filename}:{code.co_firstlineno}): '{each.name}' is "
+                "a dependency or a parameter of the request, but FastAPI does not call this "
+                "function, so it would never run. Declare it in a method that is a route, "
+                "`@app.get(...)` of a class with `@serve.ingress(app)`, and give the constructor "
+                "its values by `bind(...)`."
+            )
 
 
 def _call(deployment: Deployment, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
