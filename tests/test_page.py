@@ -26,9 +26,8 @@ from ingress.core.base.snapshot import Snapshot
 from ingress.engines import local_engine
 from ingress.observe.admin.listener import AdminListener
 from ingress.observe.live.observer import Observer
-from ingress.observe.live.page import REPLICA, routes
+from ingress.observe.live.page import MOST, PAUSE_S, REPLICA, routes
 from ingress.observe.live.part import parts_of
-from ingress.observe.live.viewers import MOST, PAUSE_S
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.telemetry.logs.last_lines import LINES
 from ingress.testing import Latch

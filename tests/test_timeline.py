@@ -18,7 +18,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 
 import ingress as serve
-from ingress.cli.trace_command import TraceError, traced
+from ingress.cli.trace_command import TraceError, Wanted, traced, wanted
 from ingress.core.base.settings import (
     STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
@@ -28,11 +28,18 @@ from ingress.core.execution.threads import WorkerThreads
 from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError, RequestCancelledError
 from ingress.observe.timeline.chrome import as_json, merged
-from ingress.observe.timeline.client import Wanted, wanted
 from ingress.observe.timeline.instrumentation import record as record_with
 from ingress.observe.timeline.picture import SHOWN, as_svg
-from ingress.observe.timeline.recorder import Journey, Recorder, Timeline, Track, loops_of
-from ingress.observe.timeline.waits import WaitKind, rows, waits_of
+from ingress.observe.timeline.recorder import (
+    Journey,
+    Recorder,
+    Timeline,
+    Track,
+    WaitKind,
+    loops_of,
+    rows,
+    waits_of,
+)
 from ingress.observe.timeline.window import Window
 from ingress.serving.control.factories import Factories
 from ingress.serving.replicas.replica import Replica
@@ -57,7 +64,7 @@ def record() -> Iterator[Record]:
     with ExitStack() as in_use:
 
         def set_recorder(**limits: int) -> Recorder:
-            recorder = Recorder(**limits)
+            recorder = in_use.enter_context(Recorder(**limits))
             in_use.enter_context(local_engine().instrumented(partial(record_with, recorder)))
             return recorder
 
@@ -401,7 +408,7 @@ def test_a_stall_is_on_the_track_of_the_servers_loop_if_that_is_where_user_code_
 
     (standstill,) = timeline.standstills
     assert (standstill.track.name, standstill.track.is_loop) == (thread, True)
-    assert standstill.track is only(timeline).loop
+    assert standstill.track == only(timeline).loop
     assert standstill.began_at >= only(timeline).arrived_at - 1
     trace, picture = check(timeline)
     assert [each.track for each in trace.stalls] == [f"{thread} stalls"]

@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from ingress.observe.timeline.recorder import Journey, Standstill, Timeline
-from ingress.observe.timeline.waits import Span, rows, waits_of
+from ingress.observe.timeline.recorder import Journey, Span, Standstill, Timeline, rows, waits_of
 
 Event = dict[str, object]
 
