@@ -296,9 +296,12 @@ def test_a_cancellation_reaches_user_code_where_it_awaits(record: Record) -> Non
     response = handle.remote()
     gate.wait_for(1)
     response.cancel()
-    over(recorder)
+    timeline = over(recorder)
 
     assert seen == ["cancelled"]
+    # To its `await`, from there to that of its handler, and to its end.
+    assert [each.journey for each in timeline.runs] == [only(timeline)] * 3
+    check(timeline)
 
 
 def test_a_stream_runs_step_by_step(record: Record) -> None:
