@@ -132,7 +132,7 @@ class Viewers:
         self._task: asyncio.Task[None] | None = None
         self._latest = b""
         self._number = 0
-        self._news: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()  # of the next view
 
     async def response(self) -> Response:
         """Return the stream for one more viewer, or a refusal."""
@@ -162,8 +162,8 @@ class Viewers:
             except Exception as error:  # the server starts or stops
                 self._latest, cost_s = _event({"error": f"{type(error).__name__}: {error}"}), 0.0
             self._number += 1
-            if self._news is not None and not self._news.done():
-                self._news.set_result(None)
+            self._news.set()
+            self._news = asyncio.Event()
             pause_s = min(LONGEST_S, max(PAUSE_S, cost_s / SHARE))
             await asyncio.sleep(max(0.0, begin + pause_s - monotonic()))
 
@@ -175,9 +175,7 @@ class Viewers:
     async def next(self, seen: int) -> tuple[int, bytes]:
         """Return the number and the event of a view that is later than the one `seen`."""
         while self._number <= seen or not self._latest:
-            if self._news is None or self._news.done():
-                self._news = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._news)
+            await self._news.wait()
         return self._number, self._latest
 
 

@@ -105,17 +105,10 @@ def as_svg(timeline: Timeline, title: str) -> str:
 def _last(timeline: Timeline) -> Timeline:
     """Return the end of a timeline, as far as it can be shown."""
     journeys = timeline.journeys[-SHOWN:]
-    if len(journeys) == len(timeline.journeys):
-        return timeline
-    shown = frozenset(journeys)
-    return replace(
-        timeline,
-        journeys=journeys,
-        runs=[run for run in timeline.runs if run.journey in shown],
-        standstills=[
-            each for each in timeline.standstills if each.ended_at > journeys[0].arrived_at
-        ],
-    )
+    runs = [run for run in timeline.runs if run.journey in journeys]
+    ended = replace(timeline, journeys=journeys, runs=runs)
+    stalls = [each for each in timeline.standstills if each.ended_at > ended.began_at]
+    return replace(ended, standstills=stalls)
 
 
 class _Picture:

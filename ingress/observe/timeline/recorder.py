@@ -286,7 +286,7 @@ class Recorder:
         whole.sort(key=lambda run: run.began_at)
         loops = (each.loop for each in journeys.values() if each.loop is not None)
         tracks = dict.fromkeys([*(run.track for run in whole), *loops])
-        standstills = standstills_of([*tracks], whole, [*journeys.values()])
+        standstills = _standstills([*tracks], whole, [*journeys.values()])
         tracks |= dict.fromkeys(each.track for each in standstills)
         in_order = sorted(journeys.values(), key=lambda each: each.arrived_at)
         return Timeline(
@@ -318,9 +318,7 @@ def gathered(children: Iterable[tuple[object, Ask]], own: Callable[[], Timeline]
     return found
 
 
-def standstills_of(
-    tracks: list[Track], runs: list[Run], journeys: list[Journey]
-) -> list[Standstill]:
+def _standstills(tracks: list[Track], runs: list[Run], journeys: list[Journey]) -> list[Standstill]:
     """Return the watchdog's stalls while there were requests, on the tracks of their loops."""
     if not journeys:
         return []
