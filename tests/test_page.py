@@ -300,8 +300,11 @@ def test_a_recording_has_the_requests_that_ran_meanwhile(port: int, go: Latch) -
             go.count_down()
 
     events = json.loads(recording.result().body)["traceEvents"]
-    names = [each["name"] for each in events if each["ph"] == "b"]
-    assert "GET /wait" in names
+    (request,) = [
+        each["args"] for each in events if (each["ph"], each["name"]) == ("b", "GET /wait")
+    ]
+    assert (request["kind"], request["replica"]) == ("request", "Api#0")
+    assert "unfinished" not in request
     assert {each["cat"] for each in events if each["ph"] == "b"} == {"request"}
 
 

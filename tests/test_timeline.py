@@ -40,6 +40,7 @@ from ingress.observe.timeline.recorder import (
     rows,
     waits_of,
 )
+from ingress.observe.timeline.sampling import record as sampled
 from ingress.observe.timeline.window import Window
 from ingress.serving.control.factories import Factories
 from ingress.serving.replicas.replica import Replica
@@ -180,6 +181,26 @@ def test_what_runs_now_can_be_looked_at(record: Record, monkeypatch: pytest.Monk
     trace, picture = check(timeline)
     assert trace.requests[0].args["unfinished"] is True
     assert "has not ended" in picture.about
+
+
+def test_a_server_that_is_not_instrumented_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
+    gate = Gate()
+    handle = run(gate)
+    response = handle.block.remote()
+    gate.wait_for(1)
+    (replica,) = local_engine().router(handle.deployment_id).replicas
+    assert isinstance(replica, Replica)
+    trace = Trace(sampled([replica], 0.1) or "")
+    gate.open()
+    worker = response.result(timeout_s=TIMEOUT_S)
+
+    (call,) = trace.requests
+    assert (call.name, call.args["kind"], call.args["replica"]) == ("Held.block", "call", "Held#0")
+    assert call.args["unfinished"] is True
+    (blocked,) = trace.runs
+    assert (blocked.name, blocked.track) == ("Held.block", worker)
+    assert call.began <= blocked.began < blocked.ended <= call.ended
 
 
 def test_a_wait_for_a_thread_is_recorded(record: Record) -> None:

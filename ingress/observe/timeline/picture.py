@@ -182,10 +182,13 @@ class _Picture:
                 self._add_stalls(stalls)
         elif runs := [run for run in self._timeline.runs if run.track == track]:
             self._add_label(track.name)
-            parts = [[Span("work", run.began_at, run.ended_at)] for run in runs]
-            for run, segments, until in zip(runs, parts, self._next_begins(parts), strict=True):
-                self._add_bar("work", run.journey, segments, about_run(run), until)
-            self._y += BAR + GAP
+            self._add_row(
+                "work",
+                [
+                    (run.journey, [Span("work", run.began_at, run.ended_at)], about_run(run))
+                    for run in runs
+                ],
+            )
 
     def _add_label(self, label: str) -> None:
         self._y += 20
@@ -193,16 +196,25 @@ class _Picture:
 
     def _add_requests(self, requests: list[Journey]) -> None:
         for row in rows(requests, lambda each: (each.arrived_at, each.ended_at)):
-            parts = [self._segments(each) for each in row]
-            for each, segments, until in zip(row, parts, self._next_begins(parts), strict=True):
-                about = about_request(each, self._timeline, self._waits.get(each, []))
-                self._add_bar("request", each, segments, about, until)
-            self._y += BAR + GAP
+            self._add_row(
+                "request",
+                [
+                    (
+                        each,
+                        self._segments(each),
+                        about_request(each, self._timeline, self._waits.get(each, [])),
+                    )
+                    for each in row
+                ],
+            )
 
-    def _next_begins(self, row: list[list[Span]]) -> list[float]:
-        """Return for each bar of a row the x at which the next bar begins."""
+    def _add_row(self, what: str, row: list[tuple[Journey, list[Span], str]]) -> None:
+        """Draw the bars of a row, each with its tooltip."""
         self._free_x = MARGIN
-        return [*(self._x(_extent(segments)[0]) for segments in row[1:]), WIDTH - MARGIN]
+        begins = [self._x(_extent(segments)[0]) for _, segments, _ in row]
+        for each, until in zip(row, [*begins[1:], WIDTH - MARGIN], strict=True):
+            self._add_bar(what, *each, until)
+        self._y += BAR + GAP
 
     def _segments(self, journey: Journey) -> list[Span]:
         """Return the segments of a request. When it neither waits nor runs, it awaits."""
