@@ -64,8 +64,8 @@ class Journey:
 
     `kind` is "request", "call" if it came by a handle, or "batch". A time of 0.0 has not come yet.
     `was_queued` says that it waited for a slot. `began_at` is the time when its event loop began to
-    run it. `ended_at` is the time when its slot was released, or when it was answered without a
-    slot. `error` is the type of its exception, "" without one.
+    run it. `ended_at` is the time when its slot was released, or when it was answered before it
+    began. `error` is the type of its exception, "" without one.
     """
 
     number: int
