@@ -198,9 +198,10 @@ def test_a_server_that_is_not_instrumented_is_sampled(monkeypatch: pytest.Monkey
     (call,) = trace.requests
     assert (call.name, call.args["kind"], call.args["replica"]) == ("Held.block", "call", "Held#0")
     assert call.args["unfinished"] is True
-    (blocked,) = trace.runs
+    # The loop may be seen, too, on its way back to the events it waits for.
+    (blocked,) = [each for each in trace.runs if "-worker-" in each.track]
     assert (blocked.name, blocked.track) == ("Held.block", worker)
-    assert call.began <= blocked.began < blocked.ended <= call.ended
+    assert call.began <= blocked.began < blocked.ended == pytest.approx(call.ended)
 
 
 def test_a_wait_for_a_thread_is_recorded(record: Record) -> None:
