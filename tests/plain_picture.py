@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ingress.observe.timeline import svg
+from ingress.observe.timeline import picture as svg
 from tests.servers import Connection, uvicorn_in_a_thread
 
 REQUESTS = 60

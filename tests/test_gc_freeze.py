@@ -141,5 +141,10 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FREEZE_GC, "0")
     serve.run(MODEL, name="this", route_prefix=None)
     pass_the_time()
+    switched_off = gc.get_freeze_count()
+    serve.shutdown()
 
-    assert gc.get_freeze_count() < FROZEN_BY_PYTHON
+    monkeypatch.delenv(FREEZE_GC)
+    serve.run(MODEL, name="this", route_prefix=None)
+    settle()
+    assert switched_off < FROZEN_BY_PYTHON

@@ -102,7 +102,7 @@ def test_observers_work_together(is_recorded_first: bool) -> None:
     recorder, clock = Recorder(), VirtualClock()
     recorded = local_engine().instrumented(partial(record, recorder))
     observers: list[AbstractContextManager[Any]] = [recorded, clock]
-    with ExitStack() as in_use:
+    with recorder, ExitStack() as in_use:
         for each in observers if is_recorded_first else reversed(observers):
             in_use.enter_context(each)
         with TestClient(bind(Counter)) as client:

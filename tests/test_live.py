@@ -21,6 +21,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 import ingress as serve
 from ingress.core.base.counters import LATENCY_BUCKETS_MS, Latency
 from ingress.core.base.settings import NOT_READY_AFTER_S
+from ingress.core.calls.call import Call
 from ingress.core.calls.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
 from ingress.engines import local_engine
 from ingress.observe.live import problems
@@ -29,7 +30,7 @@ from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of
 from ingress.testing import Latch
 from tests import process_app
-from tests.fakes import together
+from tests.fakes import make_call, together
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until
 
 pytestmark = [
@@ -490,6 +491,9 @@ def test_the_observer_looks_for_the_rates_by_itself_and_ends(place: Place) -> No
     assert "ingress-history" not in [each.name for each in threading.enumerate()]
 
 
+CALL = make_call()
+
+
 def ended(took_s: float, error: str = "", at: float | None = None) -> Ended:
     end = monotonic() if at is None else at
     begin = end - took_s
@@ -500,7 +504,7 @@ def test_the_slowest_are_kept_and_a_fast_call_costs_a_comparison() -> None:
     calls = NotableCalls()
     for number in range(1000):
         if number * 1e-3 >= calls.least_s:
-            calls.add(ended(number * 1e-3))
+            calls.add(CALL, ended(number * 1e-3))
     slowest, failed = calls.recent()
 
     assert [round(each.answered_s * 1e3) for each in slowest] == [*range(999, 999 - SLOWEST, -1)]
@@ -512,7 +516,7 @@ def test_old_calls_are_forgotten_and_slow_ones_are_looked_for_anew() -> None:
     calls = NotableCalls()
     long_ago = monotonic() - KEPT_S - 1
     for _ in range(2 * SLOWEST):
-        calls.add(ended(1.0, "ValueError: x", at=long_ago))
+        calls.add(CALL, ended(1.0, "ValueError: x", at=long_ago))
     assert calls.recent() == ([], [])
     assert calls.least_s == 0.0
 
@@ -520,18 +524,22 @@ def test_old_calls_are_forgotten_and_slow_ones_are_looked_for_anew() -> None:
 def test_a_listener_gets_every_call_while_it_listens() -> None:
     calls = NotableCalls()
     for _ in range(3 * SLOWEST):
-        calls.add(ended(1.0))
+        calls.add(CALL, ended(1.0))
     assert calls.least_s == pytest.approx(1.0)
-    heard: list[Ended] = []
-    calls.listen(heard.append)
+    heard: list[Call] = []
+
+    def hear(call: Call, ended: Ended) -> None:
+        heard.append(call)
+
+    calls.listen(hear)
     assert calls.least_s == 0.0
     for _ in range(3 * SLOWEST):
-        calls.add(ended(0.001))
+        calls.add(CALL, ended(0.001))
     assert calls.least_s == 0.0
-    calls.unlisten(heard.append)
-    calls.add(ended(0.001))
+    calls.unlisten(hear)
+    calls.add(CALL, ended(0.001))
 
-    assert len(heard) == 3 * SLOWEST
+    assert heard == [CALL] * (3 * SLOWEST)
 
 
 def test_user_loops_add_calls_at_the_same_moment(switch_interval: None) -> None:
@@ -539,7 +547,7 @@ def test_user_loops_add_calls_at_the_same_moment(switch_interval: None) -> None:
 
     def add(number: int) -> None:
         for each in range(300):
-            calls.add(ended((number * 300 + each) * 1e-3, "ValueError: x"))
+            calls.add(CALL, ended((number * 300 + each) * 1e-3, "ValueError: x"))
 
     together(*(partial(add, number) for number in range(4)))
     slowest, failed = calls.recent()

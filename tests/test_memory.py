@@ -276,7 +276,8 @@ def test_what_requests_in_flight_share_has_no_dict(
     everything = Everything()
     recording = ExitStack()
     if is_recorded:
-        recording.enter_context(local_engine().instrumented(partial(record, Recorder())))
+        recorder = recording.enter_context(Recorder())
+        recording.enter_context(local_engine().instrumented(partial(record, recorder)))
     try:
         port = served(everything.application(), retry_started_methods=["PUT"])
         requests = everything.requests(port)

@@ -26,9 +26,8 @@ from ingress.core.base.snapshot import Snapshot
 from ingress.engines import local_engine
 from ingress.observe.admin.listener import AdminListener
 from ingress.observe.live.observer import Observer
-from ingress.observe.live.page import REPLICA, routes
+from ingress.observe.live.page import MOST, PAUSE_S, REPLICA, routes
 from ingress.observe.live.part import parts_of
-from ingress.observe.live.viewers import MOST, PAUSE_S
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.telemetry.logs.last_lines import LINES
 from ingress.testing import Latch
@@ -301,8 +300,11 @@ def test_a_recording_has_the_requests_that_ran_meanwhile(port: int, go: Latch) -
             go.count_down()
 
     events = json.loads(recording.result().body)["traceEvents"]
-    names = [each["name"] for each in events if each["ph"] == "b"]
-    assert "GET /wait" in names
+    (request,) = [
+        each["args"] for each in events if (each["ph"], each["name"]) == ("b", "GET /wait")
+    ]
+    assert (request["kind"], request["replica"]) == ("request", "Api#0")
+    assert "unfinished" not in request
     assert {each["cat"] for each in events if each["ph"] == "b"} == {"request"}
 
 

@@ -595,7 +595,7 @@ def test_two_chains_that_wait_for_each_other_are_a_cycle_too() -> None:
     replica_a.finish(a)
 
 
-def test_no_call_is_failed_as_long_as_one_holder_can_end() -> None:
+def test_no_call_is_failed_before_the_last_holder_waits_too() -> None:
     router, (replica,) = routed(2)
     one, other, child, grandchild = (make_call() for _ in range(4))
     assign(router, one, other, child, grandchild)
@@ -604,8 +604,11 @@ def test_no_call_is_failed_as_long_as_one_holder_can_end() -> None:
     assert not child.settled
     replica.finish(other)
     assert child in replica.running
+    assert not grandchild.settled
+    threads.append(blocked_by(child, grandchild))
+
+    assert isinstance(grandchild.error, RequestCycleError)
     replica.finish(child)
-    replica.finish(grandchild)
     for thread in threads:
         thread.join(PATIENCE_S)
     replica.finish(one)

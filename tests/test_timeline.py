@@ -18,7 +18,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 
 import ingress as serve
-from ingress.cli.trace_command import TraceError, traced
+from ingress.cli.trace_command import TraceError, Wanted, traced, wanted
 from ingress.core.base.settings import (
     STALL_THRESHOLD_MS,
     SYNC_IN_THREADPOOL,
@@ -28,11 +28,19 @@ from ingress.core.execution.threads import WorkerThreads
 from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError, RequestCancelledError
 from ingress.observe.timeline.chrome import as_json, merged
-from ingress.observe.timeline.client import Wanted, wanted
 from ingress.observe.timeline.instrumentation import record as record_with
 from ingress.observe.timeline.picture import SHOWN, as_svg
-from ingress.observe.timeline.recorder import Journey, Recorder, Timeline, Track, loops_of
-from ingress.observe.timeline.waits import WaitKind, rows, waits_of
+from ingress.observe.timeline.recorder import (
+    Journey,
+    Recorder,
+    Timeline,
+    Track,
+    WaitKind,
+    loops_of,
+    rows,
+    waits_of,
+)
+from ingress.observe.timeline.sampling import record as sampled
 from ingress.observe.timeline.window import Window
 from ingress.serving.control.factories import Factories
 from ingress.serving.replicas.replica import Replica
@@ -57,7 +65,7 @@ def record() -> Iterator[Record]:
     with ExitStack() as in_use:
 
         def set_recorder(**limits: int) -> Recorder:
-            recorder = Recorder(**limits)
+            recorder = in_use.enter_context(Recorder(**limits))
             in_use.enter_context(local_engine().instrumented(partial(record_with, recorder)))
             return recorder
 
@@ -175,6 +183,27 @@ def test_what_runs_now_can_be_looked_at(record: Record, monkeypatch: pytest.Monk
     assert "has not ended" in picture.about
 
 
+def test_a_server_that_is_not_instrumented_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SYNC_IN_THREADPOOL, "1")
+    gate = Gate()
+    handle = run(gate)
+    response = handle.block.remote()
+    gate.wait_for(1)
+    (replica,) = local_engine().router(handle.deployment_id).replicas
+    assert isinstance(replica, Replica)
+    trace = Trace(sampled([replica], 0.1) or "")
+    gate.open()
+    worker = response.result(timeout_s=TIMEOUT_S)
+
+    (call,) = trace.requests
+    assert (call.name, call.args["kind"], call.args["replica"]) == ("Held.block", "call", "Held#0")
+    assert call.args["unfinished"] is True
+    # The loop may be seen, too, on its way back to the events it waits for.
+    (blocked,) = [each for each in trace.runs if "-worker-" in each.track]
+    assert (blocked.name, blocked.track) == ("Held.block", worker)
+    assert call.began <= blocked.began < blocked.ended == pytest.approx(call.ended)
+
+
 def test_a_wait_for_a_thread_is_recorded(record: Record) -> None:
     class OneThread:
         @serve.method(lane="one")
@@ -289,9 +318,12 @@ def test_a_cancellation_reaches_user_code_where_it_awaits(record: Record) -> Non
     response = handle.remote()
     gate.wait_for(1)
     response.cancel()
-    over(recorder)
+    timeline = over(recorder)
 
     assert seen == ["cancelled"]
+    # To its `await`, from there to that of its handler, and to its end.
+    assert [each.journey for each in timeline.runs] == [only(timeline)] * 3
+    check(timeline)
 
 
 def test_a_stream_runs_step_by_step(record: Record) -> None:
@@ -401,7 +433,7 @@ def test_a_stall_is_on_the_track_of_the_servers_loop_if_that_is_where_user_code_
 
     (standstill,) = timeline.standstills
     assert (standstill.track.name, standstill.track.is_loop) == (thread, True)
-    assert standstill.track is only(timeline).loop
+    assert standstill.track == only(timeline).loop
     assert standstill.began_at >= only(timeline).arrived_at - 1
     trace, picture = check(timeline)
     assert [each.track for each in trace.stalls] == [f"{thread} stalls"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+import http.client
+import re
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
 
 from ingress import api
 from ingress.app.declaration.declaration import Application
@@ -14,17 +19,17 @@ from ingress.core.base.settings import Settings
 from ingress.engines import local_engine
 from ingress.observe.inspection import explain
 from ingress.observe.timeline.chrome import as_json
-from ingress.observe.timeline.client import Answer, Wanted, ask, wanted
 from ingress.observe.timeline.instrumentation import record
-from ingress.observe.timeline.picture import as_svg
+from ingress.observe.timeline.picture import as_svg, summary
 from ingress.observe.timeline.recorder import Recorder, Timeline
-from ingress.observe.timeline.texts import summary
 from ingress.observe.timeline.window import check_writable
 
 AT_ONCE = 32
 """Default number of concurrent requests."""
 
 _NAMED = 5  # routes that an error names
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
 class TraceError(Exception):
@@ -56,13 +61,11 @@ def traced(
         raise TraceError(str(error)) from None
     timelines, answers = _record(application, asked, concurrency or AT_ONCE)
     timeline, *children = timelines
-    by_request: defaultdict[Wanted, Counter[int]] = defaultdict(Counter)
-    for answer in answers:
-        by_request[answer.wanted][answer.status] += 1
     for each in dict.fromkeys(asked):
+        statuses = Counter(status for request, status in answers if request == each)
         # An endpoint may answer 404, too: only who asked knows whether the path is the right one.
-        hint = f"; {_what_there_is(application)}" if set(by_request[each]) == {404} else ""
-        yield f"{each}: {_counted(by_request[each])}{hint}"
+        hint = f"; {_what_there_is(application)}" if set(statuses) == {404} else ""
+        yield f"{each}: {_counted(statuses)}{hint}"
     yield summary(timeline, children)
     try:
         out.write_text(as_json(timelines, target))
@@ -83,7 +86,7 @@ def _record(
     recorder = Recorder()
     answers: list[Answer] = []
     cut: list[Timeline] = []
-    with engine.instrumented(partial(record, recorder)):
+    with recorder, engine.instrumented(partial(record, recorder)):
         try:
             try:
                 api.start(HTTPOptions(host="127.0.0.1", port=0), engine="local")
@@ -111,3 +114,69 @@ def _what_there_is(application: Application) -> str:
     routes = [row.what for row in rows if row.is_route]
     more = f" and {len(routes) - _NAMED} more" if len(routes) > _NAMED else ""
     return f"there is {', '.join(routes[:_NAMED])}{more}" if routes else "there is no route"
+
+
+class Wanted(NamedTuple):
+    """One request to send. `body` is sent as JSON, unless it is empty."""
+
+    method: str
+    path: str
+    body: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+Answer = tuple[Wanted, int]
+"""A request and the status of its answer, 0 if the connection was cut."""
+
+
+def wanted(text: str) -> Wanted:
+    """Read "/path", "POST /path" or "POST /path {body}". Raises `ValueError` for anything else."""
+    found = re.fullmatch(r"(?:([A-Za-z]+)\s+)?(/\S*)(?:\s+(.+))?", text.strip(), re.DOTALL)
+    method = (found[1] or "GET").upper() if found is not None else ""
+    if found is None or method not in METHODS:
+        raise ValueError(
+            f"{text!r} is not a request; write a path such as /items, or a method and a path and, "
+            'if there is one, the body: \'POST /items {"name": "pen"}\''
+        )
+    return Wanted(method, found[2], found[3] or "")
+
+
+def ask(url: str, requests: Sequence[Wanted], concurrency: int, answers: list[Answer]) -> None:
+    """Send requests in order, `concurrency` at a time, and append the answers to a list."""
+    left = deque(requests)
+
+    def work() -> None:
+        while True:
+            try:
+                each = left.popleft()
+            except IndexError:
+                return
+            answers.append((each, _status(url, each)))
+
+    threads = [
+        # Daemons: a thread that reads an endless stream must not block a Ctrl-C.
+        threading.Thread(target=work, name=f"ingress-client-{number}", daemon=True)
+        for number in range(min(concurrency, len(left)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _status(url: str, wanted: Wanted) -> int:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port)
+    headers = {"content-type": "application/json"} if wanted.body else {}
+    path = quote(wanted.path, safe="/?&=%+,:;@!$'()*~[]")
+    try:
+        connection.request(wanted.method, path, wanted.body.encode() or None, headers)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()

@@ -35,7 +35,7 @@ from ingress.core.base.process import process_facts
 from ingress.core.base.snapshot import ProcessSnapshot, Snapshot, merged
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.problems import SILENT
-from ingress.observe.live.recording import ASK_S
+from ingress.observe.timeline.recorder import ASK_S
 from ingress.serving.http.shared_port import SharedPort
 
 STATUS_S = 3.0  # for the state of a worker, which may stall

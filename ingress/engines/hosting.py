@@ -303,8 +303,7 @@ async def _lifespan(hosted: Hosted, scope: Scope, receive: Receive, send: Send) 
         async with hosted.lifespan():
             started = True
             hosted.share_state(scope.get("state", {}))
-            writing = hosted._engine.threads.writing_on_signal()
-            with WATCHDOG.reporting_on_signal(), writing:
+            with WATCHDOG.reporting_on_signal(), hosted._engine.writing_on_signal():
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
     except BaseException as error:

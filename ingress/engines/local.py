@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from time import monotonic
 from types import FunctionType
@@ -153,8 +153,8 @@ class LocalEngine:
     def _apply_instruments(self) -> None:
         """Set the factories. The caller holds `_lock`."""
         factories = Factories()
-        if self._threads is not None and self._threads.recorder is not None:
-            factories = record(self._threads.recorder, factories)
+        if self._threads is not None and self._threads.window is not None:
+            factories = record(self._threads.window.recorder, factories)
         for instrument in self._instruments:
             factories = instrument(factories)
         self.factories = factories
@@ -352,7 +352,8 @@ class LocalEngine:
             run_blocking(threads.control.loop, settle())
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
-        return self.threads.writing_on_signal()
+        window = self.threads.window
+        return nullcontext() if window is None else window.writing_on_signal()
 
     def leave(self) -> float:
         """Serve on until `shutdown`, as a lame duck: clients are told to connect elsewhere.

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, NamedTuple
 
+from ingress.core.calls.call import Call
+
 KEPT_S = 300.0
 SLOWEST = 50
 FAILED = 200
 
 Place = tuple[str, int, str]
+Listener = Callable[[Call, "Ended"], Any]
 
 
 class Ended(NamedTuple):
@@ -84,12 +87,12 @@ class NotableCalls:
         self._lock = threading.Lock()
         self._slowest: list[Ended] = []
         self._failed: deque[Ended] = deque(maxlen=FAILED)
-        self._listeners: tuple[Callable[[Ended], Any], ...] = ()
+        self._listeners: tuple[Listener, ...] = ()
 
-    def add(self, ended: Ended) -> None:
+    def add(self, call: Call, ended: Ended) -> None:
         """Keep a call that failed, or was slow."""
         for listener in self._listeners:
-            listener(ended)
+            listener(call, ended)
         # Race with user loops that add at the same moment: the list is cut by one of them.
         with self._lock:
             if ended.error:
@@ -122,13 +125,13 @@ class NotableCalls:
             self._failed.clear()
             self.least_s = 0.0
 
-    def listen(self, listener: Callable[[Ended], Any]) -> None:
-        """Call `listener` with each call that ends from now on, in the thread of its loop."""
+    def listen(self, listener: Listener) -> None:
+        """Call `listener` for each call that ends from now on, in the thread of its loop."""
         with self._lock:
             self._listeners += (listener,)
             self.least_s = 0.0
 
-    def unlisten(self, listener: Callable[[Ended], Any]) -> None:
+    def unlisten(self, listener: Listener) -> None:
         with self._lock:
             self._listeners = tuple(each for each in self._listeners if each != listener)
 

@@ -25,8 +25,8 @@ from ingress.observe.live.documents import (
 from ingress.observe.live.history import History
 from ingress.observe.live.memory import Growth
 from ingress.observe.live.problems import LOGGED, is_growing
-from ingress.observe.live.recording import merged_traces
 from ingress.observe.live.view import view_of
+from ingress.observe.timeline.sampling import merged_traces
 from ingress.telemetry.logs.last_lines import LogLine
 
 logger = logging.getLogger("ingress")
@@ -194,7 +194,7 @@ class Observer:
         missing = [f"worker {pid} {reason}" for pid, reason in absent.items()]
         if not parts:
             raise TimeoutError(f"no process has recorded: {', '.join(missing) or 'none serves'}")
-        return merged_traces(parts), missing
+        return merged_traces([part["trace"] for part in parts]), missing
 
     def series(self, application: str, deployment: str, route: str) -> Series:
         """Return the last 15 minutes of a route, or of all routes of a deployment."""

@@ -22,8 +22,8 @@ from ingress.observe.live.documents import (
     Recording,
 )
 from ingress.observe.live.memory import memory, rss_of
-from ingress.observe.live.recording import record
 from ingress.observe.live.running import RUNNING
+from ingress.observe.timeline.sampling import record
 from ingress.schema import ServeStatus
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.replicas.replica import Replica

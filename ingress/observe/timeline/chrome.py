@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from ingress.observe.timeline.recorder import Journey, Standstill, Timeline
-from ingress.observe.timeline.waits import Span, rows, waits_of
+from ingress.observe.timeline.recorder import Journey, Span, Standstill, Timeline, rows, waits_of
 
 Event = dict[str, object]
 
@@ -58,21 +57,22 @@ class _Events:
         self._title = timeline.process or title
         self._pid = timeline.pid
         self._zero = zero
-        self._standing = {each.track for each in timeline.standstills}
-        self._tids: dict[object, int] = {}
-        for track in timeline.tracks:
-            for key in (track, (track, "stalls")) if track in self._standing else (track,):
-                self._tids[key] = len(self._tids) + 1
+        stalled = {each.track for each in timeline.standstills}
+        tracks = [
+            (track, kind)
+            for track in timeline.tracks
+            for kind in (["", " stalls"] if track in stalled else [""])
+        ]
+        self._tids = {each: number for number, each in enumerate(tracks, 1)}
 
     def __iter__(self) -> Iterator[Event]:
         yield self._metadata("process_name", 0, name=self._title)
-        for track in self._timeline.tracks:
-            yield from self._named(self._tids[track], track.name)
-            if track in self._standing:
-                yield from self._named(self._tids[track, "stalls"], f"{track.name} stalls")
+        for (track, kind), tid in self._tids.items():
+            yield self._metadata("thread_name", tid, name=track.name + kind)
+            yield self._metadata("thread_sort_index", tid, sort_index=tid)
         for run in self._timeline.runs:
             yield self._slice(
-                "run", run.journey.name, run.began_at, run.ended_at, self._tids[run.track]
+                "run", run.journey.name, run.began_at, run.ended_at, self._tids[run.track, ""]
             ) | {"args": _identity(run.journey)}
         waits = waits_of(self._timeline)
         for journey in self._timeline.journeys:
@@ -82,10 +82,6 @@ class _Events:
 
     def _metadata(self, what: str, tid: int, **args: object) -> Event:
         return {"ph": "M", "name": what, "pid": self._pid, "tid": tid, "args": args}
-
-    def _named(self, tid: int, name: str) -> Iterator[Event]:
-        yield self._metadata("thread_name", tid, name=name)
-        yield self._metadata("thread_sort_index", tid, sort_index=tid)
 
     def _ns(self, at: float) -> int:
         return round((at - self._zero) * 1e9)
@@ -108,7 +104,7 @@ class _Events:
             args["error"] = journey.error
         if journey in self._timeline.unfinished:
             args["unfinished"] = True
-        tid = self._tids[journey.loop] if journey.loop is not None else 0
+        tid = self._tids[journey.loop, ""] if journey.loop is not None else 0
         yield self._edge("b", number, journey.name, journey.arrived_at, tid) | {"args": args}
         for row, several in enumerate(rows(waits, lambda each: (each.began_at, each.ended_at))):
             own = f"{number}.{row}" if row else number
@@ -124,7 +120,7 @@ class _Events:
         return {"ph": phase, "cat": "request", "id2": {"local": number}, "name": name, **times}
 
     def _stall(self, each: Standstill) -> Event:
-        stall, tid = each.stall, self._tids[each.track, "stalls"]
+        stall, tid = each.stall, self._tids[each.track, " stalls"]
         return self._slice("stall", f"stall: {stall.reason}", each.began_at, each.ended_at, tid) | {
             "cname": "terrible",
             "args": {

@@ -1,10 +1,11 @@
-"""The recorder of running requests.
+"""The recorder of requests: of all that an application serves, or of a server for some seconds.
 
     Journey    one request in one deployment: arrives, has a slot, begins, ends
     Run        a time span in which a thread ran for one request, without a break
     Timeline   a copy of the last journeys and runs, with the stalls of event loops meanwhile
 
-All times are `time.monotonic()` seconds.
+`NOTABLE` tells it of each call that ends. `instrumentation` adds each run and each call that a
+router refuses; `sampling` adds the runs that it sees. All times are `time.monotonic()` seconds.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import logging
 import os
 import re
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 from itertools import count
 from time import monotonic, time
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
+from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.core.calls.notable import NOTABLE, Ended
 from ingress.telemetry.watchdog import WATCHDOG, Stall
 
 T = TypeVar("T")
@@ -36,13 +42,20 @@ RUNS = 50_000
 CHILDREN = 16
 """Number of ended child processes whose timelines are kept."""
 
+ASK_S = 20.0  # for the answer of a child, which imports this module first
+QUEUED_S = 0.005  # from the making of a call to its slot: longer, and it was queued
 
-@dataclass(eq=False, frozen=True, slots=True)
-class Track:
-    """One thread while it lives. A later thread may have the same ident or name."""
+
+class Track(NamedTuple):
+    """One thread. A later thread with its name and ident goes on with its track."""
 
     name: str
     is_loop: bool
+    ident: int = 0
+
+
+def current_track(*, is_loop: bool) -> Track:
+    return Track(threading.current_thread().name, is_loop, threading.get_ident())
 
 
 @dataclass(eq=False, slots=True)
@@ -51,8 +64,8 @@ class Journey:
 
     `kind` is "request", "call" if it came by a handle, or "batch". A time of 0.0 has not come yet.
     `was_queued` says that it waited for a slot. `began_at` is the time when its event loop began to
-    run it. `ended_at` is the time when its slot was released, or when it was answered without a
-    slot. `error` is the type of its exception, "" without one.
+    run it. `ended_at` is the time when its slot was released, or when it was answered before it
+    began. `error` is the type of its exception, "" without one.
     """
 
     number: int
@@ -68,6 +81,15 @@ class Journey:
     began_at: float = 0.0
     ended_at: float = 0.0
     error: str = ""
+
+    def follow(self, call: Call) -> None:
+        """Take over how far its call has come. Callable from any thread, any number of times."""
+        self.slot_at, self.began_at = call.assigned_at, call.began_at
+        if call.members is not None:  # a batch waits for no slot
+            self.slot_at = self.began_at = self.arrived_at
+        self.was_queued = self.was_queued or self.slot_at - self.arrived_at > QUEUED_S
+        if call.runner is not None:
+            self.replica = str(call.runner.context.replica_id)
 
 
 class Run(NamedTuple):
@@ -90,6 +112,25 @@ class Standstill(NamedTuple):
     began_at: float
     ended_at: float
     stall: Stall
+
+
+class WaitKind(StrEnum):
+    """The reason why a request waits."""
+
+    QUEUE = "queue"
+    """For a slot: each replica has `max_ongoing_requests` requests."""
+    LOOP = "loop"
+    """For its replica's event loop: it has a slot, and has not begun."""
+    THREAD = "thread"
+    """For a worker thread, to run a `def`."""
+
+
+class Span(NamedTuple):
+    """A part of a request, and of its bar. `kind` is a key of `picture.LEGEND`."""
+
+    kind: str
+    began_at: float
+    ended_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,93 +163,83 @@ class Timeline:
         return max(ends, default=self.now)
 
 
-AskChild = Callable[[], Callable[[], Timeline]]
+Ask = Callable[[], Callable[[], Timeline]]
 """It begins to ask a child for its timeline, and returns a function that waits for it."""
 
 
 class Recorder:
-    """The records of requests. Thread-safe without a lock: its appends and pops are atomic."""
+    """The records of requests. Thread-safe without a lock: its appends and pops are atomic.
 
-    __slots__ = (
-        "_children", "_ended", "_left", "_mine", "_numbers", "_open", "_running", "_runs",
-    )  # fmt: skip
+    It hears of each call that ends while it is open as a context manager.
+    """
 
-    def __init__(self, requests: int = REQUESTS, runs: int = RUNS) -> None:
+    __slots__ = ("_ended", "_numbers", "_open", "_running", "_runs", "children", "left")
+
+    def __init__(self, requests: int | None = REQUESTS, runs: int | None = RUNS) -> None:
         self._numbers = count(1)
-        self._mine = threading.local()
         self._open: dict[Call, Journey] = {}
         self._ended: deque[Journey] = deque(maxlen=requests)
         self._running: dict[Track, Run] = {}
         self._runs: deque[Run] = deque(maxlen=runs)
-        self._children: dict[object, AskChild] = {}
-        self._left: deque[Timeline] = deque(maxlen=CHILDREN)
+        self.children: dict[object, Ask] = {}
+        self.left: deque[Timeline] = deque(maxlen=CHILDREN)
 
-    # One request.
+    def __enter__(self) -> Self:
+        NOTABLE.listen(self.end)
+        return self
 
-    def arrive(self, call: Call, kind: str, name: str, deployment: str) -> Journey:
-        """Record that a call asks for a slot, or that a batch begins."""
-        request_id = call.metadata.request_id
-        journey = Journey(next(self._numbers), kind, name, request_id, deployment, monotonic())
-        self._open[call] = journey
+    def __exit__(self, *_: object) -> None:
+        NOTABLE.unlisten(self.end)
+
+    def see(self, call: Call) -> Journey:
+        """Return the journey of a call that has not ended."""
+        if (journey := self._open.get(call)) is None:
+            kind, name, metadata = "call", call.title(), call.metadata
+            if call.members is not None:
+                kind, name = "batch", f"{metadata.method_name} x {len(call.members)}"
+            elif call.work.scope is not None:
+                kind = "request"
+            journey = self._open[call] = Journey(
+                next(self._numbers),
+                kind,
+                name,
+                metadata.request_id,
+                metadata.deployment.name,
+                call.started_at,
+            )
+            call.when_settled(partial(self._answered, journey))
         return journey
-
-    def journey_of(self, call: Call | None) -> Journey | None:
-        """Return the journey of a call, `None` if it has ended or is not recorded."""
-        return None if call is None else self._open.get(call)
 
     def current(self) -> Journey | None:
         """Return the journey that the running code works for, if there is one."""
-        return self.journey_of(CURRENT_CALL.get(None))
+        call = CURRENT_CALL.get(None)
+        return None if call is None else self._open.get(call)
 
-    def take_slot(self, call: Call) -> None:
-        if (journey := self._open.get(call)) is not None:
-            journey.slot_at = monotonic()
-
-    def stand_in_queue(self, call: Call) -> None:
-        """Record that a call has asked for a slot and was not refused."""
-        if (journey := self._open.get(call)) is not None and not journey.slot_at:
-            journey.was_queued = True
-
-    def leave_queue(self, call: Call) -> None:
-        """Record that a call has waited for the slot that it has now."""
-        journey = self._open.get(call)
-        if journey is not None:
-            journey.was_queued = True
-
-    def give_back(self, call: Call) -> None:
-        """Record that a call releases its slot. It ends, unless it moves elsewhere unbegun."""
-        if (journey := self._open.get(call)) is not None:
-            if journey.began_at or call.settled:
-                self.end(call)
-            else:
-                journey.slot_at = 0.0
-
-    def answer(self, call: Call) -> None:
-        """Record that a call is answered. It ends, unless it has a slot."""
-        # Race with the router, which may give the call a slot at this moment: then its replica
-        # releases the slot unused, and the journey ends there.
-        if (journey := self._open.get(call)) is not None and not journey.slot_at:
+    def _answered(self, journey: Journey, call: Call) -> None:
+        if call.error is not None:
+            journey.error = type(call.error).__name__
+        if not call.began_at:  # refused, or cancelled early; batches have no replica to begin them
             self.end(call)
 
-    def end(self, call: Call) -> None:
-        # Race of the slot's release with the answer: the thread that pops the journey ends it.
-        if (journey := self._open.pop(call, None)) is not None:
-            journey.ended_at = monotonic()
-            if call.error is not None:
-                journey.error = type(call.error).__name__
-            self._ended.append(journey)
-
-    # One thread.
-
-    def track(self, *, is_loop: bool) -> Track:
-        """Return the track of the current thread."""
-        track: Track | None = getattr(self._mine, "track", None)
-        if track is None:
-            track = self._mine.track = Track(threading.current_thread().name, is_loop)
-        return track
+    def end(self, call: Call, ended: Ended | None = None) -> None:
+        """Record that a call has ended, on its loop, or that it will not begin."""
+        # Race of the replica, which begins the call, with the answer: the thread that pops the
+        # journey ends it.
+        if (journey := self._open.pop(call, None)) is None:
+            return
+        journey.follow(call)
+        journey.ended_at = monotonic()
+        if ended is not None:
+            journey.loop = journey.loop or current_track(is_loop=True)
+            journey.ended_at = ended.ended_at
+            if not ended.name.endswith(f" {call.metadata.route}"):  # a route was found
+                journey.name = ended.name
+        self._ended.append(journey)
 
     def enter(self, journey: Journey, track: Track, asked_at: float = 0.0) -> Run:
-        """Record that the current thread begins to run for a request, on its track."""
+        """Record that a thread begins to run for a request, on its track."""
+        if track.is_loop:
+            journey.loop = track
         run = self._running[track] = Run(journey, track, asked_at, monotonic(), 0.0)
         return run
 
@@ -216,58 +247,32 @@ class Recorder:
         """Record the end of a run."""
         # Race with `timeline`: it reads the running ones first, so that it misses none. A run that
         # it reads twice counts once.
-        self._runs.append(run._replace(ended_at=monotonic()))
+        ended_at = run.journey.ended_at
+        if run.asked_at or ended_at < run.began_at:  # it may go on for a request that has ended
+            ended_at = monotonic()
+        self._runs.append(run._replace(ended_at=ended_at))
         self._running.pop(run.track, None)
 
-    # Replicas in child processes, which have recorders of their own.
-
-    def join(self, child: object, ask: AskChild) -> None:
-        """Have `timelines` ask a child, too."""
-        self._children[child] = ask
-
-    def leave_for_good(self, child: object, timeline: Timeline | None) -> None:
-        """Keep the last timeline of a child that ends; `None` if it could not tell it."""
-        if timeline is not None:
-            self._left.append(timeline)
-        self._children.pop(child, None)
-
     def timelines(self) -> list[Timeline]:
-        """Return the timeline of this process, and those of its children. It blocks.
-
-        A child that does not answer in time is logged, and left out.
-        """
-        answers = []
-        for child, ask in list(self._children.items()):
-            try:
-                answers.append((child, ask()))
-            except RuntimeError:  # its loop has ended
-                continue
-        own = self.timeline()
-        children: dict[tuple[int, str], Timeline] = {}
-        for child, answer in answers:
-            try:
-                timeline = answer()
-            except Exception as error:
-                logger.warning("%r is missing in the trace: %r", child, error)
-            else:
-                children[timeline.pid, timeline.process] = timeline
+        """Return the timeline of this process, and those of its children. It blocks."""
+        found = gathered(self.children.items(), self.timeline)
         # Not earlier: a child that was asked may have left meanwhile, and is here then.
-        children |= {(each.pid, each.process): each for each in _copied(self._left)}
-        return [own, *children.values()]
+        return [*{(each.pid, each.process): each for each in [*found, *self.left.copy()]}.values()]
 
-    # All of it.
+    def timeline(self, replica_id: ReplicaID | None = None) -> Timeline:
+        """Return a copy of the records, of a replica in a child process if one is given.
 
-    def timeline(self) -> Timeline:
-        """Return a copy of the records. May be called at any time, from any thread.
-
-        A request that ends at this moment may be missing; the next copy has it.
+        May be called at any time, from any thread. A request that ends at this moment may be
+        missing; the next copy has it.
         """
-        running = list(self._running.values())
-        opened = list(self._open.values())
-        runs = _copied(self._runs)
-        ended = dict.fromkeys([*_copied(self._ended), *opened])
+        running = [*self._running.copy().values()]
+        opened = self._open.copy()
+        runs = self._runs.copy()  # in one step, as `list` of a deque does not
+        ended = self._ended.copy()
+        for call, journey in opened.items():
+            journey.follow(call)
         # Copies, because open journeys still change.
-        journeys = {each: copy(each) for each in ended}
+        journeys = {each: copy(each) for each in dict.fromkeys([*ended, *opened.values()])}
         now = monotonic()  # not earlier, so that no recorded time is later
         unfinished = [each for each in journeys.values() if not each.ended_at]
         for each in unfinished:
@@ -281,7 +286,7 @@ class Recorder:
         whole.sort(key=lambda run: run.began_at)
         loops = (each.loop for each in journeys.values() if each.loop is not None)
         tracks = dict.fromkeys([*(run.track for run in whole), *loops])
-        standstills = standstills_of([*tracks], whole, [*journeys.values()])
+        standstills = _standstills([*tracks], whole, [*journeys.values()])
         tracks |= dict.fromkeys(each.track for each in standstills)
         in_order = sorted(journeys.values(), key=lambda each: each.arrived_at)
         return Timeline(
@@ -291,12 +296,29 @@ class Recorder:
             _sorted(tracks, in_order),
             frozenset(unfinished),
             now,
+            process="" if replica_id is None else f"{replica_id}, process {os.getpid()}",
         )
 
 
-def standstills_of(
-    tracks: list[Track], runs: list[Run], journeys: list[Journey]
-) -> list[Standstill]:
+def gathered(children: Iterable[tuple[object, Ask]], own: Callable[[], Timeline]) -> list[Timeline]:
+    """Return the timeline of this process, and those of children, recorded at the same time.
+
+    A child that does not answer in time is logged, and left out.
+    """
+    answers = []
+    for child, ask in list(children):
+        with suppress(RuntimeError):  # its loop has ended
+            answers.append((child, ask()))
+    found = [own()]
+    for child, answer in answers:
+        try:
+            found.append(answer())
+        except Exception as error:
+            logger.warning("%s is missing in the recording: %r", child, error)
+    return found
+
+
+def _standstills(tracks: list[Track], runs: list[Run], journeys: list[Journey]) -> list[Standstill]:
     """Return the watchdog's stalls while there were requests, on the tracks of their loops."""
     if not journeys:
         return []
@@ -318,14 +340,6 @@ def standstills_of(
             tracks.append(track)
         found.append(Standstill(track, began_at, ended_at, stall))
     return found
-
-
-def _copied(items: deque[T]) -> list[T]:
-    while True:
-        try:
-            return list(items)
-        except RuntimeError:  # another thread has appended meanwhile
-            continue
 
 
 def loops_of(stall: Stall, tracks: list[Track], journeys: list[Journey]) -> list[Track]:
@@ -357,3 +371,35 @@ def _sorted(tracks: Iterable[Track], journeys: list[Journey]) -> list[Track]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts worker-10 behind worker-9, and a loop before its workers."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def waits_of(timeline: Timeline) -> dict[Journey, list[Span]]:
+    """Return the waits of each request, in order. No wait ends after its request."""
+    found: dict[Journey, list[Span]] = defaultdict(list)
+    for journey in timeline.journeys:
+        slot_at = journey.slot_at or journey.ended_at
+        if journey.was_queued:
+            found[journey].append(Span(WaitKind.QUEUE, journey.arrived_at, slot_at))
+        began_at = journey.began_at or journey.ended_at
+        if began_at > slot_at:
+            found[journey].append(Span(WaitKind.LOOP, slot_at, began_at))
+    for run in timeline.runs:
+        # Work that a request started without awaiting it may go on after its end.
+        ended_at = min(run.began_at, run.journey.ended_at)
+        if run.asked_at and ended_at > run.asked_at:
+            found[run.journey].append(Span(WaitKind.THREAD, run.asked_at, ended_at))
+    return {
+        journey: sorted(each, key=lambda wait: wait.began_at) for journey, each in found.items()
+    }
+
+
+def rows(items: Iterable[T], extent: Callable[[T], tuple[float, float]]) -> list[list[T]]:
+    """Divide items among as few rows as possible, so that none overlap in a row."""
+    divided: list[list[T]] = []
+    for item in sorted(items, key=lambda each: extent(each)[0]):
+        begin = extent(item)[0]
+        row = next((each for each in divided if extent(each[-1])[1] <= begin), None)
+        if row is None:
+            divided.append(row := [])
+        row.append(item)
+    return divided

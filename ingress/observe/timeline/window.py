@@ -29,9 +29,9 @@ class Window:
     __slots__ = ("_asked", "_path", "_thread", "recorder")
 
     def __init__(self, path: str) -> None:
-        self.recorder = Recorder()
         self._path = Path(path.replace("{pid}", str(os.getpid())))
         check_writable(self._path, "INGRESS_TRACE")
+        self.recorder = Recorder().__enter__()
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="ingress-trace", daemon=True)
         self._thread.start()
@@ -48,6 +48,7 @@ class Window:
         """Write the file for the last time."""
         self._asked.put(False)
         self._thread.join(timeout_s)
+        self.recorder.__exit__()
 
     def _main(self) -> None:
         goes_on = True

@@ -573,6 +573,7 @@ class Reply:
         ended = monotonic()
         begins = call.assigned_at or ended
         NOTABLE.add(
+            call,
             Ended(
                 call.title(),
                 call.metadata.request_id,
@@ -587,7 +588,7 @@ class Reply:
                 answered if error is None else f"{answered}: {type(error).__name__}: {error}"[:500],
                 trace_id=trace_id_of(call),
                 unix_time=time(),
-            )
+            ),
         )
 
 

@@ -28,6 +28,7 @@ def note_end(
         place = (found.file, found.line, found.function) if found.file else None
     deployment = replica_id.deployment_id
     NOTABLE.add(
+        call,
         Ended(
             call.title(),
             call.metadata.request_id,
@@ -43,5 +44,5 @@ def note_end(
             place,
             trace_id_of(call),
             time(),
-        )
+        ),
     )
