@@ -1,6 +1,6 @@
 """The views of an application: before it runs, while it runs, and of its requests afterwards.
 
-    live        the state of a running server: `ingress status`, `ingress top`, the page
+    live        a running server: `ingress status`, `ingress top`, the page
     admin       the listener for operators: `/metrics`, `/api/snapshot`, the page
     timeline    a recording of requests: `ingress trace`
     inspection  the place where each callable will run: `ingress explain`

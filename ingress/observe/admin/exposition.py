@@ -20,20 +20,20 @@ from ingress.core.base.counters import (
     Distribution,
     Exemplar,
     Latency,
-)
-from ingress.core.base.snapshot import (
-    ApplicationSnapshot,
-    DeploymentSnapshot,
-    HTTPCount,
     ReplicaCounts,
-    ReplicaSnapshot,
-    Snapshot,
     UserMetric,
     encodable,
-    summed_http,
 )
 from ingress.observe.admin import families as f
 from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM, Family
+from ingress.state.applications import ApplicationSnapshot
+from ingress.state.deployments import (
+    DeploymentSnapshot,
+    HTTPCount,
+    ReplicaSnapshot,
+    summed_http,
+)
+from ingress.state.server import Snapshot
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"

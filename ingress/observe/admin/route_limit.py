@@ -10,15 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
-from ingress.core.base.counters import Latency
-from ingress.core.base.snapshot import (
-    ApplicationSnapshot,
-    DeploymentSnapshot,
-    HTTPCount,
-    ReplicaCounts,
-    Snapshot,
-    summed_http,
-)
+from ingress.core.base.counters import Latency, ReplicaCounts
+from ingress.state.applications import ApplicationSnapshot
+from ingress.state.deployments import DeploymentSnapshot, HTTPCount, summed_http
+from ingress.state.server import Snapshot
 
 OTHER = "other"  # no template: those begin with a slash
 

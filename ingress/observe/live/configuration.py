@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import TypedDict
 
 from ingress.app.config_file.origins import HTTP_VARIABLES, SETTINGS, http_default, shown, value_of
 from ingress.config import HTTPOptions
 from ingress.core.base.options import plain
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings, environment
 from ingress.observe.inspection.explain import rows_of
-from ingress.observe.live.documents import Configuration, Move, Option
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.server_options import ServerOptions
+from ingress.state.server import HTTPSide
 
 
-class HTTPSide(Protocol):
-    """The options of HTTP of an engine; those of its command line are in both."""
+class Flag(TypedDict):
+    """The environment variable that decides where a `def` runs."""
 
-    @property
-    def command_line(self) -> ServerOptions: ...
+    name: str
+    value: str
 
-    @property
-    def options(self) -> HTTPOptions: ...
+
+Move = TypedDict(
+    "Move",
+    {"application": str, "deployment": str, "what": str, "name": str, "from": str, "to": str},
+)
+"""A callable that the flag would move, and both places."""
+
+
+class Option(TypedDict):
+    """An option, its value as a file has it, and its origin."""
+
+    where: str
+    value: object
+    origin: str
+
+
+class Configuration(TypedDict):
+    """The options of one process, and the callables that the flag would move."""
+
+    flag: Flag | None
+    moves: list[Move]
+    options: list[Option]
 
 
 def configuration_of(

@@ -14,10 +14,10 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from time import monotonic, sleep
+from typing import TypedDict
 
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.notable import NOTABLE, Ended
-from ingress.observe.live.documents import Recording
 from ingress.observe.timeline.chrome import as_json, merged
 from ingress.observe.timeline.recorder import Journey, Run, Timeline, Track, standstills_of
 from ingress.serving.processes.process_host import ProcessHost
@@ -36,6 +36,13 @@ ASK_S = 20.0  # for the answer of a child, which imports this module first
 logger = logging.getLogger("ingress")
 
 _recording = threading.Lock()
+
+
+class Recording(TypedDict):
+    """A recording of one process; `trace` is `None` while another one is made."""
+
+    pid: int
+    trace: str | None
 
 
 def record(replicas: Iterable[Replica], seconds: float) -> str | None:

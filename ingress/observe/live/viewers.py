@@ -15,7 +15,7 @@ from time import monotonic, thread_time
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ingress.observe.live.documents import View
+from ingress.observe.live.view import View
 from ingress.serving.http import uvicorn_connection
 
 PAUSE_S = 0.5
