@@ -255,6 +255,16 @@ class ReplicaCounts:
             self.batches.setdefault(function, BatchCount()).merge(batch)
         self.model_gets += other.model_gets
 
+    def renamed(self, routes: Mapping[str, str]) -> ReplicaCounts:
+        """Return the same counters under other names of their routes."""
+        found: dict[str, Latency] = {}
+        errors: dict[str, Counter[str]] = {}
+        for route, latency in self.routes.items():
+            found.setdefault(routes[route], Latency()).merge(latency)
+        for route, types in self.errors.items():
+            errors.setdefault(routes[route], Counter()).update(types)
+        return replace(self, routes=found, errors=dict(errors))
+
 
 def keep(ended: dict[str, ReplicaCounts], name: str, counts: ReplicaCounts) -> None:
     """Add a replica's counters to those of a replica of the same id; the oldest are dropped."""
