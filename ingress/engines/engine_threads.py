@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
 
+from ingress import engines
 from ingress.core.base.settings import Settings
 from ingress.core.calls.deadlines import Deadlines, deadlines_of
 from ingress.core.calls.loops import EventLoopThread, NewLoop, new_event_loop
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
 from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
-from ingress.observe.timeline.recorder import Recorder
-from ingress.observe.timeline.window import Window
+from ingress.serving.control.factories import Instrument
 from ingress.telemetry.watchdog import WATCHDOG
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
@@ -33,13 +33,18 @@ WRITE_S = 10.0  # for the last file of a recorder: some MB of text
 class EngineThreads:
     """The engine's own loops, from the first application to the last."""
 
-    __slots__ = ("_executor", "_user", "_window", "control", "deadlines", "router", "settings")
+    __slots__ = (
+        "_executor", "_recording", "_user", "control", "deadlines", "instrument", "router",
+        "settings",
+    )  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         GIL_PRESSURE.adapts = settings.adapt_switch_interval
-        # First, because this may raise.
-        self._window = None if settings.trace_file is None else Window(settings.trace_file)
+        self._recording: engines.Recording | None = None
+        self.instrument: Instrument | None = None  # of the recording
+        if settings.trace_file is not None:  # first, because this may raise
+            self._recording, self.instrument = engines.VIEWS.record(settings.trace_file)
         self.control = EventLoopThread("ingress-control")
         self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
         self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)
@@ -53,14 +58,10 @@ class EngineThreads:
         self.deadlines: Deadlines = deadlines_of((self.router or self.control).loop)
         self._user: EventLoopThread | None = None
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """The recorder of requests, if requests are recorded."""
-        return None if self._window is None else self._window.recorder
-
     def writing_on_signal(self) -> AbstractContextManager[None]:
         """Make SIGUSR2 write the recorded requests, if requests are recorded."""
-        return nullcontext() if self._window is None else self._window.writing_on_signal()
+        recording = self._recording
+        return nullcontext() if recording is None else recording.writing_on_signal()
 
     def user_loop(self, new_loop: NewLoop = new_event_loop) -> asyncio.AbstractEventLoop:
         """Return the user loop that replicas share. Called on the control loop."""
@@ -76,5 +77,5 @@ class EngineThreads:
             if home is not None:
                 home.stop(JOIN_S)
         WATCHDOG.join(JOIN_S)
-        if self._window is not None:
-            self._window.stop(WRITE_S)
+        if self._recording is not None:
+            self._recording.stop(WRITE_S)

@@ -31,7 +31,6 @@ from ingress.exceptions import (
     RayServeException,
 )
 from ingress.handle import DeploymentHandle, DeploymentResponse, directory_here, use_here
-from ingress.observe.timeline.instrumentation import record
 from ingress.schema import ServeStatus
 from ingress.serving.control.changes import Change
 from ingress.serving.control.controller import Controller
@@ -43,8 +42,7 @@ from ingress.serving.http.retrying import RequestLimits
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.user_code import PublicMethods
-from ingress.state.applications import ApplicationSnapshot
-from ingress.state.overviews import status_of
+from ingress.state.applications import ApplicationSnapshot, status_of
 from ingress.state.server import Snapshot, snapshot_of
 from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
 from ingress.telemetry.logs.identity import leave_records
@@ -154,9 +152,8 @@ class LocalEngine:
     def _apply_instruments(self) -> None:
         """Set the factories. The caller holds `_lock`."""
         factories = Factories()
-        if self._threads is not None and self._threads.recorder is not None:
-            factories = record(self._threads.recorder, factories)
-        for instrument in self._instruments:
+        recording = None if self._threads is None else self._threads.instrument
+        for instrument in (*([recording] if recording else []), *self._instruments):
             factories = instrument(factories)
         self.factories = factories
 

@@ -5,6 +5,6 @@
     timeline    a recording of requests: `ingress trace`
     inspection  the place where each callable will run: `ingress explain`
 
-Only `live` imports other folders of the four. Requests pay nothing for this room unless they are
-recorded.
+Only `live` imports other folders of the four. Engines start views by way of `engine_views`.
+Requests pay nothing for this room unless they are recorded.
 """

@@ -1,9 +1,8 @@
 """The state of a server at one moment: the window through which all views see it.
 
     server        `Snapshot`: the document, taken of this process, and summed over worker processes
-    applications  its applications, those that start, run or failed to start
+    applications  its applications, those that start, run or failed to start; `serve.status()`
     deployments   their deployments and replicas, with their counters
-    overviews     the document as `serve.status()` returns it
     looking       a `Look`: the document, and what runs on each replica now, in children too
     running       what runs on the replicas of one process
     memory        what grows in a process

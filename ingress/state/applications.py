@@ -1,19 +1,30 @@
 """The state of an application: of one that runs, that starts, or whose start failed.
 
+`status_of` returns it in the shape of `serve.status()`.
+
 Words, triggers and messages: Ray 2.60.0, _private/common.py and application_state.py.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ingress.core.base.types import DeploymentID
 from ingress.core.execution.mistakes import described
-from ingress.schema import ApplicationStatus
+from ingress.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ReplicaDetails,
+    ServeStatus,
+)
 from ingress.serving.control.running import RunningApplication
 from ingress.state.deployments import (
     DeploymentSnapshot,
+    ReplicaSnapshot,
     deployment_snapshot,
     gravest,
     joined,
@@ -166,4 +177,46 @@ def summed_application(parts: Sequence[ApplicationSnapshot], processes: int) -> 
         message=joined(each.message for each in present),
         deployed_at_s=max(each.deployed_at_s for each in parts),
         deployments={name: summed(ones) for name, ones in deployments.items()},
+    )
+
+
+def status_of(applications: Mapping[str, ApplicationSnapshot], url: str | None) -> ServeStatus:
+    """Return the status of these applications, which are served at a URL, or not over HTTP."""
+    return ServeStatus(
+        {} if url is None else {url: "HEALTHY"},
+        {
+            name: ApplicationStatusOverview(
+                ApplicationStatus(each.status),
+                each.message,
+                each.deployed_at_s,
+                {one: _overview(deployment) for one, deployment in each.deployments.items()},
+            )
+            for name, each in applications.items()
+        },
+    )
+
+
+def _overview(deployment: DeploymentSnapshot) -> DeploymentStatusOverview:
+    return DeploymentStatusOverview(
+        DeploymentStatus(deployment.status),
+        deployment.status_trigger,
+        dict(Counter(each.state for each in deployment.replicas)),
+        deployment.message,
+        deployment.requests,
+        deployment.queued,
+        [_details(each) for each in deployment.replicas],
+    )
+
+
+def _details(replica: ReplicaSnapshot) -> ReplicaDetails:
+    return ReplicaDetails(
+        replica.replica_id,
+        replica.state,
+        replica.ongoing,
+        replica.unhealthy_reason,
+        replica.counts.routes,
+        replica.orphans,
+        replica.counts.stalls,
+        replica.lanes,
+        replica.failed_health_checks,
     )

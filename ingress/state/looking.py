@@ -8,22 +8,23 @@ loop has stood.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, TypedDict
 
 from ingress.core.calls.notable import NOTABLE
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
-from ingress.state.running import RUNNING, STOOD_S, ReplicaNow, Running, stood_s
+from ingress.state.running import RUNNING, STOOD_S, ReplicaNow, stood_s
 from ingress.state.server import Server, Snapshot, snapshot_of
+from ingress.telemetry.logs.last_lines import LAST_LINES
+from ingress.telemetry.logs.last_lines import LogLine as LogLine
 
 logger = logging.getLogger("ingress")
 
 ANSWER_S = 0.3  # for the answers of all children together
-
-_RUNNING = Running()  # in a child process
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ def _asked(replica: Replica) -> Callable[[float], ReplicaNow | None] | None:
 
 def _seen_there(replica: Replica) -> ReplicaNow:
     """Return what runs on a replica, in its child process."""
-    return _RUNNING.look([replica], {})[0]
+    return RUNNING.look([replica], {})[0]
 
 
 def _add(
@@ -102,3 +103,35 @@ def _add(
                 found = known.get((call["request_id"], call["title"]))
                 if found is not None:
                     call["where"], call["line"] = found["where"], found["line"]
+
+
+class LinesOfReplica(TypedDict):
+    """The last log lines of a replica, the oldest first."""
+
+    application: str
+    deployment: str
+    replica: str
+    lines: list[LogLine]
+
+
+class LinesPart(TypedDict):
+    """The last log lines of the replicas of one process."""
+
+    pid: int
+    replicas: list[LinesOfReplica]
+
+
+def last_lines() -> LinesPart:
+    """Return the last log lines of the replicas of this process."""
+    return {
+        "pid": os.getpid(),
+        "replicas": [
+            {
+                "application": application,
+                "deployment": deployment,
+                "replica": replica,
+                "lines": lines,
+            }
+            for (application, deployment, replica), lines in LAST_LINES.all().items()
+        ],
+    }

@@ -20,6 +20,8 @@ from ingress.core.base.libraries import is_library
 from ingress.core.base.process import process_facts
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
+from ingress.state.looking import replicas_of
+from ingress.state.server import Server
 
 TOP = 10  # lines and types
 _FRAMES = 12  # of an allocation: some are those of libraries
@@ -56,13 +58,14 @@ class MemoryOfProcess(TypedDict):
     types: list[GrownType]
 
 
-def memory(name: str, replicas: Iterable[Replica], seconds: float) -> list[MemoryOfProcess]:
+def memory(server: Server, seconds: float) -> list[MemoryOfProcess]:
     """Return what grows in this process and in the children of its replicas. It blocks."""
     answers = [
         (each, each.host.look(_memory_there, seconds, timeout_s=seconds + _ASK_S))
-        for each in replicas
+        for each in replicas_of(server)
         if isinstance(each.host, ProcessHost)
     ]
+    name = server.http.command_line.process
     found = [memory_of(name, seconds)]
     for replica, answer in answers:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TypedDict
 
 from ingress.app.config_file.origins import HTTP_VARIABLES, SETTINGS, http_default, shown, value_of
@@ -12,7 +12,7 @@ from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings, environment
 from ingress.observe.inspection.explain import rows_of
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.server_options import ServerOptions
-from ingress.state.server import HTTPSide
+from ingress.state.server import HTTPSide, Server
 
 
 class Flag(TypedDict):
@@ -45,21 +45,19 @@ class Configuration(TypedDict):
     options: list[Option]
 
 
-def configuration_of(
-    applications: Iterable[RunningApplication], settings: Settings, http: HTTPSide
-) -> Configuration:
-    """Return the configuration of running applications. It reads the users' source files.
+def configuration_of(server: Server) -> Configuration:
+    """Return the configuration of a process. It reads the users' source files.
 
     The origins are those of `config_file.origins`, and "ingress scale".
     """
-    applications = list(applications)
+    applications, settings = list(server.applications.values()), server.settings
     return {
         "flag": {"name": SYNC_IN_THREADPOOL, "value": str(int(settings.run_sync_in_threadpool))},
         "moves": [move for each in applications for move in _moves(each, settings)],
         "options": [
             *(option for each in applications for option in _options(each)),
-            *_http(http, settings),
-            *_variables(settings, http.command_line),
+            *_http(server.http, settings),
+            *_variables(settings, server.http.command_line),
         ],
     }
 

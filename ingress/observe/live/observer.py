@@ -11,13 +11,11 @@ from typing import Any, Protocol, Self, TypedDict
 
 from ingress.observe.live.configuration import Configuration
 from ingress.observe.live.history import Growth, History, Series, deployments_of
-from ingress.observe.live.part import LinesPart
 from ingress.observe.live.problems import LOGGED, add_problems, is_growing
 from ingress.observe.live.recording import merged_traces
 from ingress.observe.live.view import Problem, View, view_of
-from ingress.state.looking import Look
+from ingress.state.looking import LinesPart, LogLine, Look
 from ingress.state.memory import MemoryOfProcess
-from ingress.telemetry.logs.last_lines import LogLine
 
 logger = logging.getLogger("ingress")
 

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
-from ingress.observe.live.configuration import Configuration, configuration_of
-from ingress.observe.live.recording import Recording, record
-from ingress.state.looking import Look, look_at, replicas_of
-from ingress.state.memory import MemoryOfProcess, memory
-from ingress.state.server import Server, Snapshot, snapshot_of
-from ingress.telemetry.logs.last_lines import LAST_LINES, LogLine
-
-
-class LinesOfReplica(TypedDict):
-    """The last log lines of a replica, the oldest first."""
-
-    application: str
-    deployment: str
-    replica: str
-    lines: list[LogLine]
-
-
-class LinesPart(TypedDict):
-    """The last log lines of the replicas of one process."""
-
-    pid: int
-    replicas: list[LinesOfReplica]
+from ingress.observe.live.configuration import configuration_of
+from ingress.observe.live.recording import record
+from ingress.state.looking import last_lines, look_at, replicas_of
+from ingress.state.memory import memory
+from ingress.state.server import Server, snapshot_of
 
 
 def parts_of(server: Server, what: str, argument: float = 0.0) -> tuple[list[Any], dict[int, str]]:
@@ -35,54 +18,15 @@ def parts_of(server: Server, what: str, argument: float = 0.0) -> tuple[list[Any
     return [WHAT[what](server, argument)], {}
 
 
-def snapshot(server: Server, argument: float = 0.0) -> Snapshot:
-    """Return the state of this process."""
-    return snapshot_of(server)
-
-
-def look(server: Server, argument: float = 0.0) -> Look:
-    """Return the state of this process, and what runs on its replicas now."""
-    return look_at(server)
-
-
-def configuration(server: Server, argument: float = 0.0) -> Configuration:
-    """Return the options of this process, and the callables that the flag would move."""
-    applications = list(server.applications.values())
-    return configuration_of(applications, server.settings, server.http)
-
-
-def last_lines(server: Server, argument: float = 0.0) -> LinesPart:
-    """Return the last log lines of the replicas of this process."""
-    return {
-        "pid": os.getpid(),
-        "replicas": [
-            {
-                "application": application,
-                "deployment": deployment,
-                "replica": replica,
-                "lines": lines,
-            }
-            for (application, deployment, replica), lines in LAST_LINES.all().items()
-        ],
-    }
-
-
-def recording(server: Server, seconds: float) -> Recording:
-    """Return a recording of some seconds. It blocks."""
-    return {"pid": os.getpid(), "trace": record(replicas_of(server), seconds)}
-
-
-def growth(server: Server, seconds: float) -> list[MemoryOfProcess]:
-    """Return what grows in some seconds. It blocks."""
-    return memory(server.http.command_line.process, replicas_of(server), seconds)
-
-
 WHAT: Mapping[str, Callable[[Server, float], Any]] = {
-    "snapshot": snapshot,
-    "look": look,
-    "configuration": configuration,
-    "lines": last_lines,
-    "memory": growth,
-    "record": recording,
+    "snapshot": lambda server, _: snapshot_of(server),
+    "look": lambda server, _: look_at(server),
+    "configuration": lambda server, _: configuration_of(server),
+    "lines": lambda server, _: last_lines(),
+    "memory": memory,
+    "record": lambda server, seconds: {
+        "pid": os.getpid(),
+        "trace": record(replicas_of(server), seconds),
+    },
 }
-"""The questions of an observer."""
+"""The questions of an observer; the last two block for so many seconds."""
