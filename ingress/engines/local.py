@@ -15,6 +15,7 @@ from types import FunctionType
 from ingress.app.declaration.build import BuiltApplication, with_logging
 from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
+from ingress.app.declaration.names import PublicMethods
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig
 from ingress.core.base.settings import Settings, warn_of_unused
 from ingress.core.base.types import DeploymentID
@@ -41,7 +42,6 @@ from ingress.serving.http.proxy import HTTPProxy
 from ingress.serving.http.retrying import RequestLimits
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.replicas.router import Router
-from ingress.serving.replicas.user_code import PublicMethods
 from ingress.state.applications import ApplicationSnapshot, status_of
 from ingress.state.server import Snapshot, snapshot_of
 from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
