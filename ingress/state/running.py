@@ -366,7 +366,7 @@ class _Look:
         return {
             "request_id": call.metadata.request_id,
             "title": f"batch of {len(members)}" if members else call.title(),
-            "ms": round((self._now - call.started_at) * 1e3, 1),
+            "ms": round((self._now - call.started_at) * 1e3, 3),  # compared in `problems`
         }
 
     def _call(self, call: Call, task: asyncio.Future[None] | None) -> RunningCall:
