@@ -38,8 +38,8 @@ def listen(server: Server, options: AdminOptions, /) -> tuple[str, Callable[[], 
 
 def record(path: str, /) -> tuple[Window, Instrument]:
     """Start a recording to a file. Returns it, and the instrument that records."""
-    from ingress.observe.timeline.instrumentation import record
+    from ingress.observe.timeline import instrumentation
     from ingress.observe.timeline.window import Window
 
     window = Window(path)
-    return window, partial(record, window.recorder)
+    return window, partial(instrumentation.record, window.recorder)

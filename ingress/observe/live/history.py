@@ -8,6 +8,7 @@
 A deployment that gets HTTP requests has those of its router, from the arrival to the last byte;
 another one those of its replicas. A replica that is replaced begins at 0, so each is compared with
 itself.
+
 A point has the sums of a route over all replicas that there ever were: a replica that ends takes
 nothing away. Points share the sums of routes that nothing has called meanwhile.
 """
