@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
+from ingress import engines
 from ingress._unsupported import refuse
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.app.declaration.names import check_names
@@ -22,6 +23,7 @@ from ingress.core.base.signals import Stopped, StopSignals
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
+from ingress.observe import engine_views
 from ingress.schema import ApplicationStatus, ServeStatus
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.telemetry.watchdog import WATCHDOG, Stall
@@ -32,6 +34,8 @@ Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
 T = TypeVar("T")
 
 _LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
+engines.VIEWS = engine_views
+
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests
 
 

@@ -48,7 +48,6 @@ from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
 from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped
 from ingress.core.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
-from ingress.core.base.snapshot import Snapshot
 from ingress.core.execution.mistakes import format_failed_start
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
@@ -59,6 +58,7 @@ from ingress.serving.http.address import url_of
 from ingress.serving.http.admin_address import OFF, AdminOptions
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.shared_port import SharedPort
+from ingress.state.server import Snapshot
 
 NEW_EVENT_LOOP = "ingress.core.calls.loops:new_event_loop"  # as uvicorn takes it
 

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from ingress.engines.ray.engine import RayEngine
     from ingress.handle import DeploymentHandle
     from ingress.schema import ServeStatus
+    from ingress.serving.control.factories import Instrument
     from ingress.serving.http.admin_address import AdminOptions
+    from ingress.state.server import Server
 
 __all__ = ["Engine", "current_engine", "local_engine", "ray_engine"]
 
@@ -80,6 +82,35 @@ class Engine(Protocol):
 
     def deployment_handle(self, deployment_name: str, app_name: str) -> DeploymentHandle: ...
 
+
+class Recording(Protocol):
+    """A file of the recent requests: `INGRESS_TRACE`."""
+
+    def writing_on_signal(self) -> AbstractContextManager[None]:
+        """Make a signal write the file, while this context is open."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Write the file for the last time."""
+
+
+class Views(Protocol):
+    """The views that an engine starts with its applications. Engines import none themselves."""
+
+    def listen(self, server: Server, options: AdminOptions, /) -> tuple[str, Callable[[], None]]:
+        """Start an admin listener. Returns its URL, and a function that stops it.
+
+        Raises `RuntimeError` if its address is busy.
+        """
+
+    def record(self, path: str, /) -> tuple[Recording, Instrument]:
+        """Start a recording. Returns it, and the instrument for applications that start.
+
+        Raises `ValueError` if the file cannot be written.
+        """
+
+
+VIEWS: Views
+"""The views of the room above, which `ingress.api` sets."""
 
 _local: LocalEngine | None = None
 _ray: RayEngine | None = None

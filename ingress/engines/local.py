@@ -15,9 +15,9 @@ from types import FunctionType
 from ingress.app.declaration.build import BuiltApplication, with_logging
 from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
+from ingress.app.declaration.names import PublicMethods
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig
 from ingress.core.base.settings import Settings, warn_of_unused
-from ingress.core.base.snapshot import Snapshot
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import Call, when_all_settled
 from ingress.core.calls.loops import Wakeup, run_blocking
@@ -27,13 +27,11 @@ from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_admin import EngineAdmin
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
-from ingress.engines.snapshots import snapshot_of
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
 )
 from ingress.handle import DeploymentHandle, DeploymentResponse, directory_here, use_here
-from ingress.observe.timeline.instrumentation import record
 from ingress.schema import ServeStatus
 from ingress.serving.control.changes import Change
 from ingress.serving.control.controller import Controller
@@ -44,7 +42,8 @@ from ingress.serving.http.proxy import HTTPProxy
 from ingress.serving.http.retrying import RequestLimits
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.replicas.router import Router
-from ingress.serving.replicas.user_code import PublicMethods
+from ingress.state.applications import ApplicationSnapshot, status_of
+from ingress.state.server import Snapshot, snapshot_of
 from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
 from ingress.telemetry.logs.identity import leave_records
 from ingress.telemetry.logs.options import LOGS
@@ -153,9 +152,8 @@ class LocalEngine:
     def _apply_instruments(self) -> None:
         """Set the factories. The caller holds `_lock`."""
         factories = Factories()
-        if self._threads is not None and self._threads.window is not None:
-            factories = record(self._threads.window.recorder, factories)
-        for instrument in self._instruments:
+        recording = None if self._threads is None else self._threads.instrument
+        for instrument in (*([recording] if recording else []), *self._instruments):
             factories = instrument(factories)
         self.factories = factories
 
@@ -434,8 +432,11 @@ class LocalEngine:
         return threads
 
     def status(self) -> ServeStatus:
-        url = self.http.url
-        return ServeStatus({} if url is None else {url: "HEALTHY"}, self.apps.overviews())
+        return status_of(self.apps.snapshots(), self.http.url)
+
+    def application_snapshots(self) -> dict[str, ApplicationSnapshot]:
+        """Return the state of each application. Thread-safe."""
+        return self.apps.snapshots()
 
     def snapshot(self, *, of_stopped: bool = False) -> Snapshot:
         """Return the state of this process in numbers. Thread-safe; it blocks for some ms.
