@@ -199,18 +199,15 @@ class Sockets:
             return ["closed", error.response.status_code]
 
     async def effects(self) -> Any:
-        """Return the effects until none comes for a while: some come after the answer.
-
-        The question for them has effects of its own if the app has a dependency of all routes.
-        """
+        """Return the effects until none comes for a while: some come after the answer."""
         found: list[Any] = []
-        same, last = 0, None
-        while same < 3:
+        silent = 0
+        while silent < 3:
             new = json.loads((await self.http("GET", "/--log", {}))[2])
-            same = same + 1 if new == last else 0
-            found, last = [*found, *new], new
+            found += new
+            silent = 0 if new else silent + 1
             await asyncio.sleep(0.005)
-        return found[: len(found) - 4 * len(new)]
+        return found
 
 
 def _chunks(text: bytes) -> Iterator[bytes]:

@@ -192,11 +192,15 @@ class Program:
                 lines.append("    own: str = 'SECRET-OF-THE-INSTANCE'")
             lines += ["    " + each for line in body for each in line.split("\n")]
         lines += self._made(self.end_lines, "end", plain=plain)
-        lines += ["import json", '@app.get("/--log")', "async def read_log():"]
-        lines += ["    seen = json.loads(json.dumps(LOG, default=shown)); LOG.clear(); return seen"]
-        lines += ['@app.get("/--overrides/{on}")', "async def set_overrides(on: int):"]
-        lines += ["    app.dependency_overrides.clear()", "    if on:"]
+        # Routes of Starlette's, which no dependency of the app guards.
+        lines += ["import json", "async def read_log(request):"]
+        lines += ["    seen = json.dumps(LOG, default=shown); LOG.clear(); return Response(seen)"]
+        lines += ["async def set_overrides(request):"]
+        lines += ["    app.dependency_overrides.clear()"]
+        lines += ["    if request.path_params['on'] == '1':"]
         lines += ["        pass", *("        " + each for each in self._overridden(plain=plain))]
+        lines += ["    return Response()", "app.add_route('/--log', read_log)"]
+        lines += ["app.add_route('/--overrides/{on}', set_overrides)"]
         if self.overrides_at == "before":
             lines += self._overridden(plain=plain)
         return "\n".join(lines) + "\n"
