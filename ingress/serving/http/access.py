@@ -108,7 +108,7 @@ class AccessLine:
             queued_at = self.queued_at or self._began
             queue_ms = max(0.0, (call.assigned_at or now) - queued_at) * 1e3
             if call.runner is not None:
-                replica = call.runner.context.replica_tag
+                replica = call.runner.replica_id.unique_id
             # They would outlive the request in the server's timers.
             self.reply = self.call = self.scope = None
         if not LOGS.logs_access(application, deployment) or not _logger.isEnabledFor(logging.INFO):

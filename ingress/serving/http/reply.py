@@ -579,7 +579,7 @@ class Reply:
                 call.metadata.request_id,
                 deployment.app_name,
                 deployment.name,
-                "" if call.runner is None else call.runner.context.replica_tag,
+                "" if call.runner is None else call.runner.replica_id.unique_id,
                 call.started_at,
                 begins,
                 begins,

@@ -113,6 +113,9 @@ class Replica:
     def __repr__(self) -> str:
         return f"Replica({self.replica_id}, {self.state.value}, ongoing={self.ongoing})"
 
+    def make_current(self) -> None:
+        REPLICA.set(self.context)
+
     @property
     def ongoing(self) -> int:
         """The number of calls that have a slot here. Thread-safe."""
