@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ingress.core.base.settings import ADMIN, admin_settings
+from ingress.core.base.snapshot import Snapshot
 from ingress.serving.http.admin_address import AdminOptions
 
 if TYPE_CHECKING:
-    from ingress.engines.local import LocalEngine
     from ingress.observe.admin.listener import AdminListener
+    from ingress.observe.live.documents import Ask
     from ingress.observe.live.observer import Observer
 
 logger = logging.getLogger("ingress")
@@ -22,9 +23,12 @@ logger = logging.getLogger("ingress")
 class EngineAdmin:
     """The admin listener of an engine, from `start` to `stop`. Guarded by the engine's locks.
 
-    `options` are those of the user's code, `None` if it gives none.
+    `snapshot` returns the state of the process in numbers, and `ask` the parts of it that the page
+    asks for. `options` are those of the user's code, `None` if it gives none.
     """
 
+    snapshot: Callable[[], Snapshot]
+    ask: Ask
     options: AdminOptions | None = None
     _listener: AdminListener | None = None
     _observer: Observer | None = None
@@ -35,7 +39,7 @@ class EngineAdmin:
         listener = self._listener
         return None if listener is None else listener.url
 
-    def start(self, engine: LocalEngine, options: AdminOptions | None) -> None:
+    def start(self, options: AdminOptions | None) -> None:
         """Start the listener that the options ask for, if any, unless it runs already.
 
         Raises `RuntimeError` if its address is busy.
@@ -47,10 +51,9 @@ class EngineAdmin:
         )
         from ingress.observe.live.observer import Observer
         from ingress.observe.live.page import routes
-        from ingress.observe.live.part import parts_of
 
-        observer = Observer(partial(parts_of, engine))
-        self._listener = AdminListener(engine.snapshot, options, routes(observer))
+        observer = Observer(self.ask)
+        self._listener = AdminListener(self.snapshot, options, routes(observer))
         self._observer = observer
         observer.start()
         # Under uvicorn's own command only uvicorn's loggers print at this level.
@@ -58,13 +61,13 @@ class EngineAdmin:
         told = logger if logger.isEnabledFor(logging.INFO) else servers
         told.info("admin listener at %s", self._listener.url)
 
-    def start_by_environment(self, engine: LocalEngine) -> None:
+    def start_by_environment(self) -> None:
         """Start the listener if INGRESS_ADMIN says so. A failure is logged: requests are served."""
         address, token = admin_settings()
         if address is None:
             return
         try:
-            self.start(engine, AdminOptions(address, token, takes_next_port=True))
+            self.start(AdminOptions(address, token, takes_next_port=True))
         except (RuntimeError, ValueError) as error:
             logger.warning("no admin listener: %s (%s=%s)", error, ADMIN, address)
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from functools import partial
 from time import monotonic
 from types import FunctionType
+from typing import Any
 
 from ingress.app.declaration.build import BuiltApplication, with_logging
 from ingress.app.declaration.cluster_options import build_here
@@ -75,7 +76,7 @@ class LocalEngine:
         self._users = 0
         self._threads: EngineThreads | None = None
         self.http = EngineHTTP()
-        self.admin = EngineAdmin()
+        self.admin = EngineAdmin(self.snapshot, self.parts)
         # The loop of a server that is not this engine's, for replicas without loops of their own.
         self.lender: asyncio.AbstractEventLoop | None = None
         self.apps = Applications(self.http, self.routers, self.release)
@@ -119,7 +120,7 @@ class LocalEngine:
                     lambda: self.factories,
                 )
                 if self.http.command_line.admin is None and self.admin.options is None:
-                    self.admin.start_by_environment(self)
+                    self.admin.start_by_environment()
             self._users += 1
             return self._threads
 
@@ -237,13 +238,13 @@ class LocalEngine:
                 admin = None
             if http.is_kept or not http.command_line.has_own_server:
                 if admin is not None:
-                    self.admin.start(self, admin)
+                    self.admin.start(admin)
                 return
             threads = self.acquire()
             try:
                 http.start(threads)
                 if admin is not None:
-                    self.admin.start(self, admin)
+                    self.admin.start(admin)
             except BaseException:
                 http.options = previous
                 http.stop_if_unused(threads)
@@ -446,6 +447,12 @@ class LocalEngine:
         if of_stopped:
             found.applications = {**self.apps.stopped, **found.applications}
         return found
+
+    def parts(self, what: str, argument: float = 0.0) -> tuple[list[Any], Mapping[int, str]]:
+        """Return the parts of this process's state that an observer asks for. Thread-safe."""
+        from ingress.observe.live.part import parts_of  # not for a process without an observer
+
+        return parts_of(self, what, argument)
 
     def url(self) -> str | None:
         """Return the URL that `serve.run` serves HTTP at, if it does."""
