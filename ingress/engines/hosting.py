@@ -30,8 +30,8 @@ from ingress.app.declaration.declaration import Application
 from ingress.context import AppLifespan
 from ingress.core.calls.loops import Wakeup, asyncio_loop, run_on, start_on
 from ingress.core.execution.mistakes import format_failed_start
-from ingress.engines import local_engine
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
+from ingress.engines.current import local_engine
 from ingress.engines.local import LocalEngine
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.running import RunningApplication
