@@ -21,7 +21,7 @@ from ingress.app.declaration import module_app
 from ingress.app.declaration.declaration import Application
 from ingress.app.declaration.module_app import NotAnApplication
 from ingress.core.base.ctrl_c import INTERRUPTED, was_pressed
-from ingress.core.execution.mistakes import NEEDS_MULTIPART, format_mistake, place_of
+from ingress.telemetry.mistakes import NEEDS_MULTIPART, format_mistake, place_of
 
 FileOrTarget = Annotated[
     str,

@@ -14,9 +14,9 @@ from time import monotonic
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.core.execution.mistakes import format_failed_start
 from ingress.engines.hosting import UvicornServer, leave_with, must_stop, uvicorn_server
 from ingress.engines.local import LocalEngine
+from ingress.telemetry.mistakes import format_failed_start
 from ingress.telemetry.watchdog import WATCHDOG
 
 

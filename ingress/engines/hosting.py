@@ -29,7 +29,6 @@ from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
 from ingress.context import AppLifespan
 from ingress.core.calls.loops import Wakeup, asyncio_loop, run_on, start_on
-from ingress.core.execution.mistakes import format_failed_start
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.current import local_engine
 from ingress.engines.local import LocalEngine
@@ -37,6 +36,7 @@ from ingress.schema import ApplicationStatus
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.leaving import close_after_answers, is_listening
 from ingress.serving.http.proxy import HTTPProxy, RouteTable
+from ingress.telemetry.mistakes import format_failed_start
 from ingress.telemetry.watchdog import WATCHDOG
 
 # Period of the check whether uvicorn must stop, the same as uvicorn's own; and the time that

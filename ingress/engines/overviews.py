@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ingress.core.base.types import DeploymentID
-from ingress.core.execution.mistakes import described
 from ingress.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
@@ -17,6 +16,7 @@ from ingress.schema import (
     DeploymentStatusOverview,
 )
 from ingress.serving.control.running import RunningApplication
+from ingress.telemetry.mistakes import described
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -32,8 +32,8 @@ from ingress.app.asgi.compat import serialize_response
 from ingress.app.asgi.dependencies import target_of
 from ingress.app.asgi.methods import GENERATORS
 from ingress.core.execution.execution import code_of, kind, name_of
-from ingress.core.execution.mistakes import is_users, last_line
-from ingress.core.execution.tracebacks import Explanation
+from ingress.telemetry.mistakes import is_users, last_line
+from ingress.telemetry.tracebacks import Explanation
 
 logger = logging.getLogger("ingress")
 

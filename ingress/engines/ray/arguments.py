@@ -14,9 +14,9 @@ from weakref import WeakSet
 from ray import cloudpickle
 
 from ingress.core.base.types import RequestMetadata
-from ingress.core.execution.mistakes import described
 from ingress.exceptions import RayServeException
 from ingress.handle import Invocation
+from ingress.telemetry.mistakes import described
 
 _PLAIN = frozenset({bool, bytes, float, int, str, type(None)})
 _COLLECTIONS = frozenset({dict, frozenset, list, set, tuple})

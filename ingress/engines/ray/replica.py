@@ -30,7 +30,6 @@ from ingress.core.calls.call import Call
 from ingress.core.calls.channel import Channel
 from ingress.core.calls.loops import run_on
 from ingress.core.execution.loop_executor import lend_executor
-from ingress.core.execution.mistakes import described
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
 from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
@@ -46,6 +45,7 @@ from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.thread_host import ThreadHost
 from ingress.telemetry.metrics.user_metrics import use_theirs
+from ingress.telemetry.mistakes import described
 
 logger = logging.getLogger("ingress")
 

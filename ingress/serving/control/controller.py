@@ -19,7 +19,6 @@ from ingress.config import DeploymentConfig
 from ingress.core.base.settings import Settings
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.loops import NewLoop, mailbox_of, reserve_descriptors
-from ingress.core.execution.mistakes import described
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.changes import Change, apply, checked, count_for
@@ -30,6 +29,7 @@ from ingress.serving.control.scaling import scaler_of
 from ingress.serving.http.proxy import HTTPProxy
 from ingress.serving.replicas.router import Router
 from ingress.telemetry.logs import logger
+from ingress.telemetry.mistakes import described
 
 
 class Controller:

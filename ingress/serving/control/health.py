@@ -14,12 +14,12 @@ import asyncio
 
 from ingress.context import REPLICA
 from ingress.core.base.process import process_facts
-from ingress.core.execution.mistakes import described
 from ingress.serving.control.plan import Phase
 from ingress.serving.control.running import SHORT_LIFE_S, Member, RunningDeployment
 from ingress.serving.replicas.host import Isolation
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
+from ingress.telemetry.mistakes import described
 from ingress.telemetry.watchdog.stacks import (
     NOWHERE,
     Place,

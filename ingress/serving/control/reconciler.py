@@ -19,7 +19,6 @@ from ingress.core.base.settings import Settings
 from ingress.core.base.snapshot import keep
 from ingress.core.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
 from ingress.core.calls.loops import mailbox_of, reserve_descriptors
-from ingress.core.execution.mistakes import described
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentHandle
 from ingress.serving.control.health import observe
@@ -28,6 +27,7 @@ from ingress.serving.control.running import BROKEN, FAILED_CHECKS, Member, Runni
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
 from ingress.telemetry.metrics.series import replica_ended, source_of
+from ingress.telemetry.mistakes import described
 
 LOOK_S = 0.2
 SCALE_S = 0.1  # where there is autoscaling: the first request to no replica waits for this

@@ -21,8 +21,11 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 from ingress.core.execution.execution import contained
-from ingress.core.execution.mistakes import last_line as described
-from ingress.core.execution.tracebacks import (
+from ingress.exceptions import RayServeException, UserCodeExit
+from ingress.serving.processes.errors import unreadable
+from ingress.serving.processes.frames import dumps, loads
+from ingress.telemetry.mistakes import last_line as described
+from ingress.telemetry.tracebacks import (
     Explanation,
     RemoteTraceback,
     frames_of,
@@ -31,9 +34,6 @@ from ingress.core.execution.tracebacks import (
     shortened,
     text_of,
 )
-from ingress.exceptions import RayServeException, UserCodeExit
-from ingress.serving.processes.errors import unreadable
-from ingress.serving.processes.frames import dumps, loads
 
 _LINKED = 100  # exceptions of one error, from which on a chain is shortened
 _NOTES = 20  # of one exception

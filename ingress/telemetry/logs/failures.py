@@ -9,9 +9,9 @@ from traceback import walk_tb
 from types import FrameType
 
 from ingress.core.calls.call import CURRENT_CALL, Call
-from ingress.core.execution.tracebacks import format_error
 from ingress.core.execution.unreadable import traceback_of
 from ingress.telemetry.logs.identity import RequestFilter
+from ingress.telemetry.tracebacks import format_error
 
 FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
 """Begins like uvicorn's own record of such a failure, which alerts may match."""

@@ -34,7 +34,7 @@ import starlette
 from ingress.core.execution.unreadable import readable
 
 _BETWEEN = (
-    dirname(dirname(dirname(__file__))),
+    dirname(dirname(__file__)),
     *(dirname(each.__file__ or "-") for each in (anyio, asyncio, fastapi, starlette)),
     contextlib.__file__ or "-",
     dirname(getattr(find_spec("uvicorn"), "origin", None) or "-"),  # a child does not import it
