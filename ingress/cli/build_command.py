@@ -10,7 +10,7 @@ import yaml
 
 from ingress.app.declaration.build import build
 from ingress.app.declaration.names import check_names
-from ingress.cli.serving import read_settings
+from ingress.cli.run import read_settings
 from ingress.cli.target import AppDir, load, refusal, refusing
 from ingress.cli.terminal import Output, write
 from ingress.engines.ray.config_file import EVERY_ADDRESS, config_of, header

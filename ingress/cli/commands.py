@@ -29,8 +29,8 @@ from ingress.cli.config_command import config as config_command
 from ingress.cli.control_commands import memory, reload, scale, status, stop
 from ingress.cli.migrate_command import migrate as migrate_command
 from ingress.cli.new_command import new as new_command
+from ingress.cli.run import budget_for, read_settings, start_again_if_needed
 from ingress.cli.run_command import run
-from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import (
     AppDir,
     AsJSON,

@@ -14,10 +14,10 @@ from typer.main import get_command
 from ingress.app.config_file.checking import written
 from ingress.app.config_file.models import ServeConfig
 from ingress.app.config_file.origins import Effective, effective, nested
+from ingress.cli.run import read_settings
 from ingress.cli.run_command import run
 from ingress.cli.run_file import prepare, print_unused
 from ingress.cli.run_options import HTTP, RunOptions
-from ingress.cli.serving import read_settings
 from ingress.cli.target import AppDir, AsJSON, read_file, refusal, refusing, reporting_mistakes
 from ingress.config import HTTPOptions
 from ingress.engines import local_engine

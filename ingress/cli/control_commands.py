@@ -17,8 +17,8 @@ from ingress.cli import cluster_commands, status_tables
 from ingress.cli.cluster_commands import Address
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.following import TIMEOUT_S, Following, Timeout, Wait
+from ingress.cli.run import read_settings
 from ingress.cli.server_commands import MOST_MEMORY_S
-from ingress.cli.serving import read_settings
 from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed
 
