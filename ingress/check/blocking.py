@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from ingress.app.declaration.assignments import shown
-from ingress.check.calls import Call, calls_of
+from ingress.check.calls import CallSite, calls_of
 from ingress.check.findings import CheckError, Finding, rule_of
 from ingress.check.sources import Function, SourceFile, Sources, own_nodes
 from ingress.check.subjects import Subject
@@ -37,7 +37,7 @@ class OnLoop:
 
     function: Function
     subject: Subject | None = None
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallSite, ...] = ()
 
     def __str__(self) -> str:
         name = self.function.name

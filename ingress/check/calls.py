@@ -10,7 +10,7 @@ from ingress.check.sources import Function, Sources, consumes, dotted, own_nodes
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallSite:
     """A call in the body of `caller` that runs the body of `callee`."""
 
     caller: Function
@@ -34,7 +34,7 @@ def callee(call: ast.Call, caller: Function, sources: Sources) -> Function | Non
     return sources.function(sources.full_name(target, caller.file))
 
 
-def calls_of(caller: Function, sources: Sources, *, returned: bool = False) -> Iterator[Call]:
+def calls_of(caller: Function, sources: Sources, *, returned: bool = False) -> Iterator[CallSite]:
     """Yield the calls of `def`s whose bodies run as part of the caller's.
 
     A generator's call counts only if it is iterated here, or with `returned` if the caller's caller
@@ -53,7 +53,7 @@ def calls_of(caller: Function, sources: Sources, *, returned: bool = False) -> I
             continue
         is_iterated = consumes(parent, node) or (returned and isinstance(parent, ast.Return))
         if not found.is_generator or is_iterated:
-            yield Call(caller, found, node)
+            yield CallSite(caller, found, node)
 
 
 def parameters(function: Function) -> set[str]:

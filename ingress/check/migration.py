@@ -13,7 +13,7 @@ from dataclasses import replace
 from ingress.check.affinity import affine_objects, awaitables, loop_uses
 from ingress.check.findings import Finding
 from ingress.check.races import found, inside, merged, races_of, where, with_callees
-from ingress.check.sharing import Access
+from ingress.check.sharing import Unsafe
 from ingress.check.sources import Function, Sources
 from ingress.check.subjects import Subject
 from ingress.core.base.settings import SYNC_IN_THREADPOOL
@@ -35,7 +35,7 @@ def _of_subject(subject: Subject, sources: Sources) -> Iterator[Finding]:
             f"{function.name} is an `async def`, its wrapper {subject.sync_wrapper} is not: at "
             f"{SYNC_IN_THREADPOOL}=1 the wrapper runs in a thread, the `async def` on the loop"
         )
-        yield from found(Access("IG104", function.node, ""), function, names, message)
+        yield from found(Unsafe("IG104", function.node, ""), function, names, message)
     if not subject.is_threaded_at_1:
         return
     yield from races_of(subject, sources)

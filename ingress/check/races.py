@@ -16,7 +16,7 @@ from ingress.app.declaration.build import BuiltDeployment
 from ingress.check.calls import calls_of
 from ingress.check.findings import Finding
 from ingress.check.rules import RULES
-from ingress.check.sharing import Access, accesses, locked_nodes
+from ingress.check.sharing import Unsafe, accesses, locked_nodes
 from ingress.check.sources import AnyDef, Function, Sources
 from ingress.check.subjects import Subject, subjects_of
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
@@ -32,7 +32,7 @@ _RACES = {
 class _Change:
     """An unsafe access in a function that a deployment runs."""
 
-    access: Access
+    access: Unsafe
     function: Function
     caller: str
     built: BuiltDeployment
@@ -114,7 +114,7 @@ def where(subject: Subject) -> str:
 
 
 def found(
-    access: Access, function: Function, names: tuple[str, ...], message: str
+    access: Unsafe, function: Function, names: tuple[str, ...], message: str
 ) -> Iterator[Finding]:
     """Yield the finding unless a `# noqa` on its line or its statement's last suppresses it."""
     node = access.node

@@ -12,7 +12,7 @@ from ingress.app.declaration.build import build
 from ingress.app.declaration.names import check_names
 from ingress.cli.run import read_settings
 from ingress.cli.target import AppDir, load, refusal, refusing
-from ingress.cli.terminal import Output, write
+from ingress.cli.terminal import OutputOption, write
 from ingress.engines.ray.config_file import EVERY_ADDRESS, config_of, header
 from ingress.engines.ray.kuberay import IMAGE, manifest, text_of
 from ingress.exceptions import RayServeException
@@ -23,7 +23,7 @@ def build_command(
         list[str],
         typer.Argument(metavar="MODULE:APP...", help="The bound applications, such as main:hello."),
     ],
-    output: Output = None,
+    output: OutputOption = None,
     app_dir: AppDir = Path("."),
     name: Annotated[
         str | None,

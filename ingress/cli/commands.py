@@ -35,14 +35,14 @@ from ingress.cli.target import (
     AppDir,
     AsJSON,
     FileOrTarget,
-    Target,
+    TargetArgument,
     load,
     load_each,
     note_json,
     refusal,
     refusing,
 )
-from ingress.cli.terminal import LOGGING, Output, console, write
+from ingress.cli.terminal import LOGGING, OutputOption, console, write
 from ingress.cli.top_command import top
 from ingress.cli.trace_command import TraceError, traced
 from ingress.core.base import gil
@@ -96,7 +96,7 @@ def openapi(
         str | None,
         typer.Option(help="The application of a file with several.", show_default=False),
     ] = None,
-    output: Output = None,
+    output: OutputOption = None,
     app_dir: AppDir = Path("."),
 ) -> None:
     """Write the OpenAPI schema of an application, without starting it."""
@@ -206,7 +206,7 @@ def check(
 
 @app.command()
 def trace(
-    target: Target,
+    target: TargetArgument,
     requests: Annotated[
         list[str] | None,
         typer.Argument(

@@ -49,7 +49,7 @@ Command = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SocketsAnswer:
     """An answer with copies of open descriptors, for a client on this machine. JSON as words."""
 
     value: dict[str, Any]
@@ -80,7 +80,7 @@ class _Handler(socketserver.StreamRequestHandler):
         descriptors: list[int] = []
         try:
             result = self._result()
-            if isinstance(result, Answer):
+            if isinstance(result, SocketsAnswer):
                 descriptors, result = result.descriptors, result.value
             answer = {"result": result}
         except CommandError as error:

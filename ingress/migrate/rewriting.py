@@ -26,7 +26,7 @@ _RAYS_PATH = re.compile(r"ray\.serve(\.\w+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ManualFix:
     """A line that needs a hand. `line` and `column` count from 1."""
 
     line: int
@@ -40,7 +40,7 @@ class Rewritten:
     """The new text of a file, and its findings, whose lines are those of the old text."""
 
     text: str
-    findings: list[Finding]
+    findings: list[ManualFix]
 
 
 def rewritten(text: str, shared: Collection[str] = ()) -> Rewritten:
@@ -62,7 +62,7 @@ class _Rewriter:
     bindings: Bindings
     shared: Collection[str]
     edits: dict[tuple[int, int], str] = field(default_factory=dict)
-    findings: set[Finding] = field(default_factory=set)
+    findings: set[ManualFix] = field(default_factory=set)
     kept: set[tuple[Scope, str]] = field(default_factory=set)
     """The names that some code still uses for Ray itself."""
     whole: set[tuple[Scope, str]] = field(default_factory=set)
@@ -406,7 +406,7 @@ class _Rewriter:
     def _tell(self, node: ast.AST, name: str, fix: str) -> None:
         line = getattr(node, "lineno", 1)
         column = self._index(line, getattr(node, "col_offset", 0)) - self.starts[line - 1] + 1
-        self.findings.add(Finding(line, column, name, fix))
+        self.findings.add(ManualFix(line, column, name, fix))
 
     def _tell_all(self, found: Iterator[keywords.Found]) -> None:
         for node, name, fix in found:

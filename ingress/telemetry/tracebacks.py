@@ -57,16 +57,16 @@ _GAP = "  [other frames are left out]\n"
 _REMOTE = "\nThe traceback in the replica's process:\n"
 
 
-class Explanation(str):
+class ExplainingNote(str):
     """A note on an error whose traceback has no line of the user's: it is shown in its place."""
 
     __slots__ = ()
 
 
-def explanation_of(error: BaseException) -> Explanation | None:
+def explanation_of(error: BaseException) -> ExplainingNote | None:
     """Return the explanation among the notes of an error, `None` if it has none."""
     notes = getattr(error, "__notes__", ())
-    return next((each for each in notes if isinstance(each, Explanation)), None)
+    return next((each for each in notes if isinstance(each, ExplainingNote)), None)
 
 
 class RemoteTraceback(str):

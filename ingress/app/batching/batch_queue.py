@@ -5,7 +5,7 @@
 
 A permit is taken before a batch forms, so a batch goes on filling while others run. The calls of a
 batch have one model and arguments of one shape; other calls keep their places. With
-`target_latency_ms` a `Chooser` gives the size and the wait. No task collects calls: each change
+`target_latency_ms` a `SizeChooser` gives the size and the wait. No task collects calls: each change
 checks whether a batch can start. An empty queue has no task and no timer; it calls `on_idle`, and
 its owner drops it.
 
@@ -25,7 +25,7 @@ from time import monotonic
 from typing import Any
 
 from ingress.app.batching.batch_item import Item, fail
-from ingress.app.batching.chooser import Chooser, Choosers
+from ingress.app.batching.chooser import Choosers, SizeChooser
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.counters import BatchCount
 from ingress.core.base.types import DeploymentID, RequestMetadata
@@ -62,7 +62,7 @@ class Handler:
     """The user's function, and its options for batches.
 
     per_model  `max_concurrent_batches` counts for each model: each has a queue of its own
-    target_s   the target of the `Chooser` of size and wait, `None` with fixed limits
+    target_s   the target of the `SizeChooser` of size and wait, `None` with fixed limits
     """
 
     func: Callable[..., Any]
@@ -293,7 +293,7 @@ class BatchQueue:
         self._start()
         self._advance()
 
-    def _chooser(self, item: Item) -> Chooser | None:
+    def _chooser(self, item: Item) -> SizeChooser | None:
         """Return what chooses the batches of an item's model, `None` with fixed limits."""
         target_s = self._handler.target_s
         return None if target_s is None else self._choosers.of(item.model_id, target_s)

@@ -25,7 +25,13 @@ from ingress.app.asgi import ASGI, bound_app_of
 from ingress.app.declaration.build import fill
 from ingress.context import REPLICA
 from ingress.core.base.settings import Settings
-from ingress.core.base.types import DeploymentID, Place, ReplicaID, ReplicaRank, new_request_id
+from ingress.core.base.types import (
+    DeploymentID,
+    ReplicaID,
+    ReplicaPlace,
+    ReplicaRank,
+    new_request_id,
+)
 from ingress.core.calls.call import Call
 from ingress.core.calls.channel import Channel
 from ingress.core.calls.loops import run_on
@@ -52,11 +58,11 @@ logger = logging.getLogger("ingress")
 T = TypeVar("T")
 
 
-def _place(rank: ReplicaRank) -> Place:
+def _place(rank: ReplicaRank) -> ReplicaPlace:
     """Return the place of this process's replica, with a rank that Ray's context may not have."""
     context = ray_serve.get_replica_context()
     here = ReplicaRank(rank.rank, rank.node_rank, rank.local_rank)
-    return Place(here, context.world_size, str(context.code_version))
+    return ReplicaPlace(here, context.world_size, str(context.code_version))
 
 
 class RayReplica:

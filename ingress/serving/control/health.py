@@ -16,13 +16,13 @@ from ingress.context import REPLICA
 from ingress.core.base.process import process_facts
 from ingress.serving.control.plan import Phase
 from ingress.serving.control.running import SHORT_LIFE_S, Member, RunningDeployment
-from ingress.serving.replicas.host import Isolation
+from ingress.serving.replicas.host import OwnPart
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import described
 from ingress.telemetry.watchdog.stacks import (
     NOWHERE,
-    Place,
+    CodeLine,
     awaiting,
     current_frames,
     read,
@@ -103,9 +103,9 @@ def _note_stuck(member: Member, now: float, after_s: float) -> None:
 
 
 _FATES = {
-    Isolation.NONE: "its loop is not its own, so it cannot be replaced",
-    Isolation.THREAD: "it gets no more calls, and another replica takes its place",
-    Isolation.PROCESS: "its process is ended, and another replica takes its place",
+    OwnPart.NONE: "its loop is not its own, so it cannot be replaced",
+    OwnPart.THREAD: "it gets no more calls, and another replica takes its place",
+    OwnPart.PROCESS: "its process is ended, and another replica takes its place",
 }
 
 
@@ -188,7 +188,7 @@ async def _note_memory(deployment: RunningDeployment, member: Member, most_mb: f
 
 def _place(replica: Replica) -> str:
     """Return the line of user code that keeps a replica from going on, "" if it is not found."""
-    if replica.host.isolation is Isolation.PROCESS:
+    if replica.host.isolation is OwnPart.PROCESS:
         return ""  # it is in another process
     standing = replica.host.standing()
     if standing is not None and standing[1].is_users:
@@ -213,7 +213,7 @@ def _tell(member: Member, now: float, since: float, activity: str) -> None:
     )
 
 
-def place_of_start(replica: Replica) -> Place:
+def place_of_start(replica: Replica) -> CodeLine:
     """Return the line that a constructor, lifespan or `reconfigure` of a replica is at."""
     frames = current_frames()
     thread = replica.host.thread
@@ -225,7 +225,7 @@ _STARTS = ("ThreadHost._start", "Lifespan._run", "Replica._reconfigure")
 """The coroutines that start a replica's user code, or change its `user_config`."""
 
 
-def _awaited(loop: asyncio.AbstractEventLoop) -> Place:
+def _awaited(loop: asyncio.AbstractEventLoop) -> CodeLine:
     """Return the line that such an `async` function on this loop awaits."""
     coroutines = [task.get_coro() for task in asyncio.all_tasks(loop)]
     # A constructor's is awaited by the one of `run_on`.

@@ -17,12 +17,12 @@ from functools import partial
 from ingress.app.declaration.build import fill
 from ingress.core.base.settings import Settings
 from ingress.core.base.snapshot import keep
-from ingress.core.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
+from ingress.core.base.types import DeploymentID, ReplicaID, ReplicaPlace, ReplicaRank
 from ingress.core.calls.loops import mailbox_of, reserve_descriptors
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentHandle
 from ingress.serving.control.health import observe
-from ingress.serving.control.plan import Kind, Observed, Phase, decide, is_blocked, num_stuck
+from ingress.serving.control.plan import ActionKind, Observed, Phase, decide, is_blocked, num_stuck
 from ingress.serving.control.running import BROKEN, FAILED_CHECKS, Member, RunningDeployment
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
@@ -136,17 +136,17 @@ class Reconciler:
                 continue
             member = members[action.number]
             match action.kind:
-                case Kind.DROP:
+                case ActionKind.DROP:
                     self._drop(deployment, member)
-                case Kind.PARK:
+                case ActionKind.PARK:
                     deployment.router.remove(member.replica)
                     member.phase, member.parked_at = Phase.PARKED, now
-                case Kind.RETURN if member.task is not None and not member.task.done():
+                case ActionKind.RETURN if member.task is not None and not member.task.done():
                     member.phase = Phase.AWAY  # its reconfiguration has yet to end
-                case Kind.RETURN:
+                case ActionKind.RETURN:
                     deployment.router.add(member.replica)
                     member.phase = Phase.SERVING
-                case Kind.RECONFIGURE if member.phase is Phase.SERVING:
+                case ActionKind.RECONFIGURE if member.phase is Phase.SERVING:
                     self._take_away(deployment, member)
         for member in deployment.members:
             if member.phase is Phase.PARKED:
@@ -258,7 +258,7 @@ class Reconciler:
         desired = deployment.desired
         taken = {each.rank for each in deployment.members if each.phase is not Phase.LEAVING}
         rank = next(each for each in range(len(taken) + 1) if each not in taken)
-        place = Place(ReplicaRank(rank, 0, rank), desired.count, str(desired.version))
+        place = ReplicaPlace(ReplicaRank(rank, 0, rank), desired.count, str(desired.version))
         replica.context.place = place
         return Member(
             replica,

@@ -35,7 +35,7 @@ from ingress.serving.control.plan import (
 )
 from ingress.serving.control.scaling import Scaler
 from ingress.serving.http.proxy import Condition, HTTPProxy
-from ingress.serving.replicas.host import Isolation
+from ingress.serving.replicas.host import OwnPart
 from ingress.serving.replicas.replica import Replica, ReplicaState
 from ingress.serving.replicas.router import Router
 
@@ -102,8 +102,8 @@ class Member:
         # A loop that other replicas share, or the server's, cannot be replaced with its replica. A
         # process is ended: it does not come back.
         isolation = self.replica.host.isolation
-        killable = isolation is Isolation.PROCESS
-        is_stuck = bool(self.stuck) and isolation is Isolation.THREAD
+        killable = isolation is OwnPart.PROCESS
+        is_stuck = bool(self.stuck) and isolation is OwnPart.THREAD
         # The start of a lost process fails and is counted: dropped before that, it would be tried
         # again without a pause.
         fails = killable and self.phase is Phase.STARTING

@@ -20,6 +20,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.asgi import RouteTemplates, route_template
+from ingress.core.base.counters import CLIENT_LEFT
 from ingress.core.calls.call import Call
 from ingress.core.calls.tracing import trace_id_of
 from ingress.telemetry.logs.identity import printable
@@ -27,7 +28,6 @@ from ingress.telemetry.logs.options import ACCESS, LOGS
 
 _logger = logging.getLogger(ACCESS)
 _MESSAGE = "%s %s %s %.1fms"  # Ray 2.60.0, logging_utils.py
-CLIENT_LEFT = 499  # as in Ray Serve, and in nginx
 SWITCHED = 101
 DENIED = 403  # the answer of servers to a WebSocket that is closed before it is accepted
 

@@ -26,7 +26,7 @@ from ingress.serving.processes.errors import unreadable
 from ingress.serving.processes.frames import dumps, loads
 from ingress.telemetry.mistakes import last_line as described
 from ingress.telemetry.tracebacks import (
-    Explanation,
+    ExplainingNote,
     RemoteTraceback,
     frames_of,
     headline,
@@ -191,7 +191,7 @@ class _Sending:
         except Exception as problem:
             told += f" (it cannot be sent to another process: {described(problem)})"
         notes = [
-            (Explanation if isinstance(each, Explanation) else str)(text_of(each)[:_KEPT])
+            (ExplainingNote if isinstance(each, ExplainingNote) else str)(text_of(each)[:_KEPT])
             for each in notes_of(error)
         ]
         if len(notes) > _NOTES:

@@ -141,7 +141,7 @@ class RoutedCalls(WaitingCalls):
                 del self._wanting[each]
 
 
-class Place(Protocol):
+class PlaceCall(Protocol):
     """`Router.place`: start a waiting call on a chosen replica; `False` while it has to wait."""
 
     def __call__(self, call: Call, ranks: list[list[Admission]]) -> bool: ...
@@ -164,7 +164,7 @@ class Chooser:
         policy: RequestRouter,
         name: str,
         pauses: RequestRouterConfig,
-        place: Place,
+        place: PlaceCall,
         fail: Callable[[Call, Exception], Any],
         waiting: Callable[[], list[Call]],
     ) -> None:

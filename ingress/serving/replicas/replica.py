@@ -40,7 +40,7 @@ from ingress.exceptions import (
 )
 from ingress.serving.replicas.admission import HELD, LATE_S, Admission
 from ingress.serving.replicas.ended_calls import note_end
-from ingress.serving.replicas.host import Host, Isolation, gone_error
+from ingress.serving.replicas.host import Host, OwnPart, gone_error
 from ingress.telemetry.logs.identity import name_records
 from ingress.telemetry.watchdog import WATCHDOG
 
@@ -379,7 +379,7 @@ class Replica:
             call.began_at = 0.0
             self._reassign(call, error)
             return
-        if self.host.isolation is not Isolation.NONE:
+        if self.host.isolation is not OwnPart.NONE:
             note_other_loop(error)
         # A `CancelledError` comes from the call's cancellation, even where the guard took it for
         # user code's own: AnyIO's groups may take that off their task's count, see

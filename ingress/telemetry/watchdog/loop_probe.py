@@ -69,7 +69,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class ThreadRun:
     """A thread, its stack, and for how many seconds it ran."""
 
     ident: int
@@ -193,7 +193,7 @@ class LoopProbe:
         return str(wait) if is_scarce and mine_s <= took_s / 2 else ""
 
     def judge(
-        self, took_s: float, runners: list[Runner], *, is_over: bool = True
+        self, took_s: float, runners: list[ThreadRun], *, is_over: bool = True
     ) -> tuple[Stall | None, Sample | None]:
         """Return the stall and, if code on the loop caused it, the sample that shows it best.
 
@@ -205,7 +205,7 @@ class LoopProbe:
         mine_s = sum(each.ran_s for each in runners if each.ident == self.thread_id)
         scarcity = self._scarcity(took_s, mine_s, None if thread is None else thread.native_id)
         if scarcity:
-            reason, same, others = StallReason.STARVED, list[Sample](), list[Runner]()
+            reason, same, others = StallReason.STARVED, list[Sample](), list[ThreadRun]()
         elif (verdict := self._verdict(took_s, runners)) is None:
             return None, None
         else:
@@ -249,8 +249,8 @@ class LoopProbe:
         return stall, best
 
     def _verdict(
-        self, took_s: float, runners: list[Runner]
-    ) -> tuple[StallReason, list[Sample], list[Runner]] | None:
+        self, took_s: float, runners: list[ThreadRun]
+    ) -> tuple[StallReason, list[Sample], list[ThreadRun]] | None:
         """Return the stall's reason, its samples, and the other threads that delayed the loop."""
         busy = [each for each in self.samples if not each.is_idle]
         is_busy = bool(busy) and len(busy) * 2 >= len(self.samples)
