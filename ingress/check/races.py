@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.check.calls import calls_of
-from ingress.check.findings import Finding
-from ingress.check.rules import RULES
+from ingress.check.rules import RULES, Finding
 from ingress.check.sharing import Unsafe, accesses, locked_nodes
 from ingress.check.sources import AnyDef, Function, Sources
 from ingress.check.subjects import Subject, subjects_of

@@ -20,8 +20,8 @@ import typer
 
 from ingress import __version__
 from ingress.app.config_file.loading import is_config_file
-from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
+from ingress.check.rules import CheckError, Report
 from ingress.cli.build_command import build_command
 from ingress.cli.cluster_commands import delete
 from ingress.cli.config_command import RUN_OPTIONS

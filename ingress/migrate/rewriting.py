@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from ingress.migrate import advice, hidden, keywords, names
+from ingress.migrate import advice, hidden, keywords
 from ingress.migrate.bindings import Bindings, Scope, chain
 from ingress.migrate.imports import SERVE, items_of, written
 
@@ -179,8 +179,8 @@ class _Rewriter:
         bound = home.names[name].split(".")
         if path[:2] == ["ray", "serve"]:
             self.uses_serve = True
-            lacks = names.lack(path[2:])
-            if lacks and not (len(bound) > 2 and names.lack(bound[2:])):  # else at its import
+            lacks = advice.lack(path[2:])
+            if lacks and not (len(bound) > 2 and advice.lack(bound[2:])):  # else at its import
                 self._tell(node, ".".join(path), lacks)
             if bound == ["ray"] and (lacks or not self._rename(parts[1][0], scope, home, name)):
                 self.kept.add((home, name))
@@ -268,9 +268,9 @@ class _Rewriter:
         home = scope.home(name)
         serve = "ingress" if self.prefix == "ingress" else f"ingress as {self.prefix}"
         added = [serve] if (home, name) in self.dotted else []
-        is_module = rest[:1] == ["serve"] and names.is_module(rest[1:])
+        is_module = rest[:1] == ["serve"] and advice.is_module(rest[1:])
         if rest and not is_module:
-            fix = names.remedy(rest[1:]) if rest[0] == "serve" else advice.for_core(tuple(rest))
+            fix = advice.remedy(rest[1:]) if rest[0] == "serve" else advice.for_core(tuple(rest))
             self._tell(alias, alias.name, fix)
         ours = ".".join(["ingress", *rest[1:]])
         if rest and alias.asname:
@@ -324,9 +324,9 @@ class _Rewriter:
         if alias.name == "*":
             self._tell(alias, full, advice.STAR)
         elif rest[:1] == ["serve"]:
-            if (found := names.target(rest[1:], alias.name)) is not None:
+            if (found := advice.target(rest[1:], alias.name)) is not None:
                 return found
-            self._tell(alias, full, names.remedy([*rest[1:], alias.name]))
+            self._tell(alias, full, advice.remedy([*rest[1:], alias.name]))
         else:
             name = alias.asname or alias.name
             is_used = any(name == each for _, each in self.kept)
