@@ -152,7 +152,7 @@ def _links(application: RunningApplication | None) -> Links:
     """Return the route prefix of an application, and the path of its documentation."""
     if application is None or application.route_prefix is None:
         return {"route_prefix": None, "docs": None}
-    bound = application.ingress.bound_app
+    bound = application.ingress.built.bound_app
     docs = None if bound is None else bound.docs_path
     prefix = application.route_prefix
     return {"route_prefix": prefix, "docs": None if docs is None else prefix.rstrip("/") + docs}
@@ -168,8 +168,9 @@ def progress(server: Server, argument: float = 0.0) -> Progress:
                 "application": application.name,
                 "deployment": name,
                 "is_settled": each.is_settled(),
-                "has_failed": each.failed is not None,
-                "rejected": each.rejected or ("" if each.failed is None else each.problem),
+                "has_failed": each.setbacks.failed is not None,
+                "rejected": each.rejected
+                or ("" if each.setbacks.failed is None else each.setbacks.problem),
                 "problem": each.status().message,
                 "replicas": {
                     one.replica.replica_id.unique_id: one.replica.state.value

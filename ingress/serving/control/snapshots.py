@@ -45,7 +45,8 @@ def _deployment_snapshot(
         return found
     router = deployment.router
     found.target_replicas = deployment.desired.count
-    found.losses, found.failed_starts = deployment.losses, deployment.failed_starts
+    found.losses = deployment.setbacks.losses
+    found.failed_starts = deployment.setbacks.failed_starts
     _add_router(found, router)
     members = list(deployment.members)
     found.replicas = [_replica_snapshot(each, process) for each in members]
