@@ -22,11 +22,10 @@ from ingress import __version__
 from ingress.app.config_file.loading import is_config_file
 from ingress.check.report import Format, rendered
 from ingress.check.rules import CheckError, Report
-from ingress.cli.build_command import build_command
 from ingress.cli.cluster_commands import delete
-from ingress.cli.config_command import RUN_OPTIONS
-from ingress.cli.config_command import config as config_command
 from ingress.cli.control_commands import memory, reload, scale, status, stop
+from ingress.cli.file_commands import RUN_OPTIONS, build_command
+from ingress.cli.file_commands import config as config_command
 from ingress.cli.migrate_command import migrate as migrate_command
 from ingress.cli.new_command import new as new_command
 from ingress.cli.run import budget_for, read_settings, start_again_if_needed
