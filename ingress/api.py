@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
 from ingress._unsupported import refuse
-from ingress.app.declaration.declaration import Application, Deployment
-from ingress.app.declaration.names import check_names
+from ingress.app.declaration.declaration import Application, Deployment, check_names
 from ingress.config import HTTPOptions, LoggingConfig
 from ingress.context import get_replica_context
 from ingress.core.base.ctrl_c import without_traceback

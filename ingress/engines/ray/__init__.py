@@ -10,7 +10,7 @@
     errors       Ray's exceptions -> the exceptions of ingress
     calls        calls by handle to other processes; their arguments must be picklable
     replica      the code that runs in a replica's process
-    metrics      batches, models and lanes as metrics of Ray
+    reports      its models for Ray's router; batches, models and lanes as metrics of Ray
     cluster      connects to a cluster or starts one, explains its failures, and prints its log
     owners       the processes that deployed the applications of a cluster
     waits        replicas that wait for resources

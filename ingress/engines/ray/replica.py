@@ -39,8 +39,7 @@ from ingress.core.execution.loop_executor import lend_executor
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
 from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
-from ingress.engines.ray.metrics import ReplicaMetrics, make_rays
-from ingress.engines.ray.model_ids import ModelIds
+from ingress.engines.ray.reports import ModelIds, ReplicaMetrics, make_rays
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.serving.http.in_flight import InFlight
