@@ -1,8 +1,7 @@
 """`ingress check`: code that blocks an event loop, and code that is not safe in a thread.
 
     rules       the rules, with their ids and fixes; findings, and the report of a check
-    sources     the user's files, parsed: functions, and the values of names in them
-    calls       the user functions that a call runs
+    sources     the user's files, parsed: functions, values of names, calls between functions
     state       the values of attributes and globals
     subjects    the functions that an application calls, and where they run
     decorated   the same for files that are not imported

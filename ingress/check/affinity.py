@@ -13,9 +13,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from ingress.check.calls import callee
 from ingress.check.sharing import Unsafe
-from ingress.check.sources import Function, Sources, dotted, own_nodes
+from ingress.check.sources import Function, Sources, callee, dotted, own_nodes
 from ingress.check.state import Made, State, state_around
 
 _NEEDS_LOOP = {

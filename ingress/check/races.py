@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ingress.app.declaration.build import BuiltDeployment
-from ingress.check.calls import calls_of
 from ingress.check.rules import RULES, Finding
 from ingress.check.sharing import Unsafe, accesses, locked_nodes
-from ingress.check.sources import AnyDef, Function, Sources
+from ingress.check.sources import AnyDef, Function, Sources, calls_of
 from ingress.check.subjects import Subject, subjects_of
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.core.execution.execution import ExecutionMode

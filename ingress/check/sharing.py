@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ingress.app.declaration.assignments import targets_of
-from ingress.check.calls import parameters
-from ingress.check.sources import AnyDef, Function, Sources, names_in
+from ingress.check.sources import AnyDef, Function, Sources, names_in, parameters
 from ingress.check.state import State, state_around
 
 MUTATORS = {
