@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
 from ingress._unsupported import refuse
-from ingress.app.declaration.declaration import Application, Deployment, check_names
+from ingress.app.declaration.declaration import Application, Deployment
+from ingress.app.declaration.names import check_names
 from ingress.config import HTTPOptions, LoggingConfig
 from ingress.context import get_replica_context
 from ingress.core.base.ctrl_c import without_traceback
 from ingress.core.base.settings import TRACING, export
 from ingress.core.base.signals import Stopped, StopSignals
-from ingress.engines import current_engine
+from ingress.engines import current_engine, views
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
+from ingress.observe import engine_views
 from ingress.schema import ApplicationStatus, ServeStatus
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.telemetry.watchdog import WATCHDOG, Stall
@@ -31,6 +33,8 @@ Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
 T = TypeVar("T")
 
 _LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
+views.VIEWS = engine_views
+
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests
 
 

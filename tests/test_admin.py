@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.core.base.snapshot import Snapshot
 from ingress.observe.admin import app
 from ingress.observe.admin.listener import AdminListener
 from ingress.serving.http.admin_address import AdminOptions
+from ingress.state.server import Snapshot
 from tests.servers import (
     UVICORN,
     ServerProcess,

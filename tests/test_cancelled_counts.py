@@ -15,10 +15,10 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.engines import local_engine
-from ingress.engines.snapshots import snapshot_of
 from ingress.observe.admin.exposition import exposition
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of
+from ingress.state.server import snapshot_of
 from tests.servers import Connection, bind, get, served, set_flags, wait_until
 from tests.test_metrics import samples
 

@@ -12,9 +12,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from pydantic import TypeAdapter
 
 from ingress.core.base.counters import Exemplar, Latency
-from ingress.core.base.snapshot import HTTPCount, Snapshot, merged
 from ingress.observe.admin.exposition import exposition
 from ingress.observe.admin.source import as_json
+from ingress.state.deployments import HTTPCount
+from ingress.state.server import Snapshot, merged
 from tests.fakes import together
 from tests.servers import get, wait_until, write_module
 from tests.test_admin import admin_port, serving

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 import ingress as serve
-from ingress.core.base.counters import LATENCY_BUCKETS_MS, Latency
+from ingress.core.base.counters import LATENCY_BUCKETS_MS, Latency, ReplicaCounts
 from ingress.core.base.settings import NOT_READY_AFTER_S
 from ingress.core.calls.call import Call
 from ingress.core.calls.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
@@ -28,6 +28,9 @@ from ingress.observe.live import problems
 from ingress.observe.live.history import STEP_S, History, percentile
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of
+from ingress.state.applications import ApplicationSnapshot
+from ingress.state.deployments import DeploymentSnapshot, ReplicaSnapshot
+from ingress.state.server import Snapshot
 from ingress.testing import Latch
 from tests import process_app
 from tests.fakes import make_call, together
@@ -559,19 +562,22 @@ def test_user_loops_add_calls_at_the_same_moment(switch_interval: None) -> None:
 NAME = "app", "D"
 
 
-def counted(count: int, errors: int = 0, slow: int = 0, replica: str = "0") -> Any:
-    """Return the counters of a deployment whose calls took 1 ms, and `slow` of them 1 s."""
+def counted(pid: int, count: int, errors: int = 0, slow: int = 0, replica: str = "0") -> Snapshot:
+    """Return a process with a deployment whose calls took 1 ms, and `slow` of them 1 s."""
     buckets = [0] * (len(LATENCY_BUCKETS_MS) + 1)
     buckets[0], buckets[LATENCY_BUCKETS_MS.index(1000)] = count - slow, slow
-    sums = count, errors, 0, slow * 999.0 + count * 1.0, tuple(buckets)
-    routes = {(replica, "/x"): sums}
-    return {NAME: {"queued": 3, "refused": 0, "routes": routes, "replicas": {}}}
+    latency = Latency(errors, 0, slow * 999.0 + count * 1.0, buckets)
+    counts = ReplicaCounts(routes={"/x": latency})
+    one = ReplicaSnapshot(replica, "", pid, "RUNNING", 0, 5, 0, "", 0, {}, [], {}, counts)
+    deployment = DeploymentSnapshot("HEALTHY", "", "", 1, queued=3, replicas=[one])
+    application = ApplicationSnapshot("RUNNING", "", None, 0.0, {"D": deployment})
+    return Snapshot(0.0, pid, applications={"app": application})
 
 
 def test_the_rates_are_those_of_the_last_minute() -> None:
     history = History()
     for step in range(40):
-        history.add(step * STEP_S, [(1, counted(step * 10, step, step))])
+        history.add(step * STEP_S, [counted(1, step * 10, step, step)])
     rates, span_s = history.window()
 
     assert span_s == 60.0
@@ -591,10 +597,10 @@ def test_the_rates_are_those_of_the_last_minute() -> None:
 
 def test_a_replica_that_is_replaced_takes_nothing_away_and_a_silent_process_adds_nothing() -> None:
     history = History()
-    history.add(0.0, [(1, counted(100)), (2, counted(100))])
-    history.add(5.0, [(1, counted(110)), (2, counted(110))])
-    history.add(10.0, [(1, counted(7, replica="1"))])  # the other process does not answer
-    history.add(15.0, [(1, counted(7, replica="1")), (2, counted(110))])
+    history.add(0.0, [counted(1, 100), counted(2, 100)])
+    history.add(5.0, [counted(1, 110), counted(2, 110)])
+    history.add(10.0, [counted(1, 7, replica="1")])  # the other process does not answer
+    history.add(15.0, [counted(1, 7, replica="1"), counted(2, 110)])
     rates, span_s = history.window()
 
     assert rates["app", "D", ""]["rate"] * span_s == pytest.approx(27)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ingress.observe.live.memory import Growth, memory_of
+from ingress.observe.live.history import Growth
 from ingress.observe.live.problems import problems_of
+from ingress.state.memory import memory_of
+from ingress.state.server import ProcessSnapshot, Snapshot
 from tests.programs import run_ingress, write_module
 from tests.servers import PATIENCE_S, get, ingress_run
 from tests.test_control_commands import runtime as runtime
@@ -18,12 +20,18 @@ from tests.test_control_commands import runtime as runtime
 MIB = 1 << 20
 
 
+def of(memory: dict[str, int]) -> list[Snapshot]:
+    """Return a snapshot of processes with this resident memory."""
+    processes = [ProcessSnapshot(name, 1, rss) for name, rss in memory.items()]
+    return [Snapshot(0.0, 1, processes=processes)]
+
+
 def test_the_growth_is_that_of_the_last_hour_without_the_first_minute() -> None:
     growth, last = Growth(), None
     for minute in range(90):
         # It doubles at its start, and then grows by 2 MiB a minute.
         rss = (100 if minute == 0 else 200 + 2 * minute) * MIB
-        [last] = growth.add(minute * 60.0, {"server": rss})
+        [last] = growth.add(minute * 60.0, of({"server": rss}))
         if minute < 2:
             assert last["bytes_per_h"] is None
     assert last is not None
@@ -36,12 +44,11 @@ def test_the_growth_is_that_of_the_last_hour_without_the_first_minute() -> None:
 
 def test_a_process_that_did_not_answer_for_a_while_has_its_growth_since_its_first_look() -> None:
     growth = Growth()
-    growth.add(0.0, {"server": MIB, "worker-1": MIB})
+    growth.add(0.0, of({"server": MIB, "worker-1": MIB}))
     for minute in range(1, 4):
-        growth.add(minute * 60.0, {"server": MIB})
-    found = {
-        each["process"]: each for each in growth.add(200.0, {"server": MIB, "worker-1": 2 * MIB})
-    }
+        growth.add(minute * 60.0, of({"server": MIB}))
+    last = growth.add(200.0, of({"server": MIB, "worker-1": 2 * MIB}))
+    found = {each["process"]: each for each in last}
 
     assert found["worker-1"]["bytes_per_h"] == pytest.approx(18 * MIB)
 

@@ -26,25 +26,18 @@ from ingress.core.base.counters import (
     BatchCount,
     LaneLoad,
     Latency,
-)
-from ingress.core.base.snapshot import (
-    ApplicationSnapshot,
-    DeploymentSnapshot,
-    HTTPCount,
-    ProcessSnapshot,
     ReplicaCounts,
-    ReplicaSnapshot,
-    Snapshot,
     UserMetric,
     UserSeries,
-    merged,
 )
 from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
-from ingress.engines.snapshots import snapshot_of
 from ingress.observe.admin.exposition import exposition
 from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM
 from ingress.observe.admin.source import as_json
+from ingress.state.applications import ApplicationSnapshot
+from ingress.state.deployments import DeploymentSnapshot, HTTPCount, ReplicaSnapshot
+from ingress.state.server import ProcessSnapshot, Snapshot, merged, snapshot_of
 from ingress.testing import Latch
 from tests.programs import ROOT, write_module
 from tests.servers import PATIENCE_S, Connection, bind, get, served, set_flags, wait_until

@@ -22,13 +22,15 @@ from fastapi import FastAPI
 
 import ingress as serve
 from ingress.cli import worker_commands, worker_process
-from ingress.core.base.snapshot import Snapshot
 from ingress.engines import local_engine
 from ingress.observe.admin.listener import AdminListener
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.page import MOST, PAUSE_S, REPLICA, routes
 from ingress.observe.live.part import parts_of
 from ingress.serving.http.admin_address import AdminOptions
+from ingress.state.applications import ApplicationSnapshot
+from ingress.state.looking import Look
+from ingress.state.server import Snapshot
 from ingress.telemetry.logs.last_lines import LINES
 from ingress.testing import Latch
 from tests.programs import INGRESS, environment, process, write_module
@@ -36,10 +38,6 @@ from tests.servers import PATIENCE_S, Answer, Connection, bind, get, served, wai
 from tests.test_admin import admin_port
 
 PAGE = Path(serve.__file__).with_name("live") / "page.html"
-EMPTY: dict[str, Any] = {
-    "pid": 1, "counts": {}, "memory": {}, "url": None, "applications": {}, "replicas": [],
-    "slowest": [], "failed": [],
-}  # fmt: skip
 EVENTS = "/api/events"
 BAD_ROUTE = "/<script>alert(1)</script>"
 
@@ -58,15 +56,15 @@ def listening(ask: Callable[..., Any], options: AdminOptions | None = None) -> I
 
 
 class Asked:
-    """A server that has nothing, and counts how often it is asked."""
+    """A server that has these applications, and counts how often it is asked."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **applications: ApplicationSnapshot) -> None:
         self.counts: Counter[str] = Counter()
-        self._part = {**EMPTY, **values}
+        self._look = Look(Snapshot(0.0, 1, applications=applications), [], [], [])
 
     def __call__(self, what: str, argument: float = 0.0) -> Any:
         self.counts[what] += 1
-        return [self._part], {}
+        return [self._look], {}
 
 
 @contextmanager
@@ -107,14 +105,14 @@ def test_a_viewer_gets_at_most_two_views_a_second_and_nothing_is_made_without_on
     asked = Asked()
     with listening(asked) as port:
         get(port, "/")
-        assert asked.counts["part"] == 0
+        assert asked.counts["look"] == 0
         with viewing(port) as first, viewing(port) as second:
             times = [event(first)["at"] for _ in range(3)]
             assert event(second)["is_healthy"]
             assert min(b - a for a, b in pairwise(times)) > 0.8 * PAUSE_S
 
         # Both have left: a third one is the first again, after a while without views.
-        wait_until(lambda: is_quiet(lambda: asked.counts["part"]))
+        wait_until(lambda: is_quiet(lambda: asked.counts["look"]))
 
 
 def is_quiet(count: Callable[[], int]) -> bool:
@@ -126,10 +124,7 @@ def is_quiet(count: Callable[[], int]) -> bool:
 
 def test_a_viewer_that_does_not_read_delays_no_other() -> None:
     big = [{"level": "bad", "text": "x" * 1000}] * 2000
-    asked = Asked(applications={"app": {
-        "status": "RUNNING", "message": json.dumps(big), "deployed_at_s": 0.0, "route_prefix": "/",
-        "docs": None, "deployments": {},
-    }})  # fmt: skip
+    asked = Asked(app=ApplicationSnapshot("RUNNING", json.dumps(big), "/", 0.0))
     with listening(asked) as port, viewing(port, receive_buffer=4096) as slow:
         slow.receive_until(b"HTTP/1.1 200")
         with viewing(port) as other:
@@ -188,13 +183,13 @@ def _is_taken(port: int) -> bool:
 
 
 def test_a_server_that_does_not_answer_is_said_and_asked_again() -> None:
-    answers = iter([RuntimeError("no worker answers")] * 2)
+    answers, serving = iter([RuntimeError("no worker answers")] * 2), Asked()
 
     def ask(what: str, argument: float = 0.0) -> Any:
         error = next(answers, None)
         if error is not None:
             raise error
-        return [EMPTY], {}
+        return serving(what, argument)
 
     with listening(ask) as port, viewing(port) as viewer:
         assert event(viewer) == {"error": "RuntimeError: no worker answers"}

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FunctionType
 
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.app.declaration.names import PublicMethods
 from ingress.check.sources import OURS, Function, Sources, dotted
 from ingress.core.base.foreign import stored, undisguised
 from ingress.core.base.libraries import is_library
@@ -36,7 +37,6 @@ from ingress.core.execution.execution import (
 )
 from ingress.core.execution.lanes import lanes_of
 from ingress.observe.inspection.budget import plans_of
-from ingress.serving.replicas.user_code import PublicMethods
 
 HOOKS = ("__call__", "reconfigure", "check_health")
 _OFFLOADS = {

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ingress.core.base.settings import admin_settings
-from ingress.core.base.snapshot import Snapshot
 from ingress.engines import local_engine
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.page import routes
 from ingress.serving.http.admin_address import OFF, AdminOptions
+from ingress.state.server import Snapshot
 
 
 def admin_options(address: str | None, token: str | None) -> AdminOptions:

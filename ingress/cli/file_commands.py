@@ -19,7 +19,7 @@ from ingress.app.config_file.checking import written
 from ingress.app.config_file.models import ServeConfig
 from ingress.app.config_file.origins import Effective, effective, nested
 from ingress.app.declaration.build import build
-from ingress.app.declaration.declaration import check_names
+from ingress.app.declaration.names import check_names
 from ingress.cli.run import read_settings
 from ingress.cli.run_command import run
 from ingress.cli.run_file import prepare, print_unused

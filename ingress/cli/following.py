@@ -18,7 +18,7 @@ import typer
 from ingress.cli.control_socket import CommandError, RunningServer
 from ingress.cli.target import refusal
 from ingress.cli.terminal import tamed
-from ingress.observe.live.documents import DeploymentProgress
+from ingress.observe.live.observer import DeploymentProgress
 
 ASK_S = 5.0
 PAUSE_S = 0.2
@@ -120,7 +120,7 @@ class Following:
         """Return whether all replicas are as wanted. Ends the program if they will not be."""
         if (found := self._look()) is None:
             return False
-        if not all(each["is_settled"] or each["has_failed"] for each in found):
+        if not all(each["is_settled"] for each in found):
             return False
         if wrong := [each for each in found if each["rejected"]]:
             raise refusal(tamed("; ".join(f"{_name(each)}: {each['rejected']}" for each in wrong)))

@@ -49,7 +49,6 @@ from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
 from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped
 from ingress.core.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
-from ingress.core.base.snapshot import Snapshot
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
 from ingress.observe.inspection.budget import ThreadBudget, thread_budget
@@ -59,6 +58,7 @@ from ingress.serving.http.address import url_of
 from ingress.serving.http.admin_address import OFF, AdminOptions
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.shared_port import SharedPort
+from ingress.state.server import Snapshot
 from ingress.telemetry.mistakes import format_failed_start
 
 NEW_EVENT_LOOP = "ingress.core.calls.loops:new_event_loop"  # as uvicorn takes it

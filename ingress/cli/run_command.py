@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
 
 from ingress.app.config_file.loading import ConfigFile, is_config_file
-from ingress.app.declaration.declaration import check_names
+from ingress.app.declaration.names import check_names
 from ingress.cli.admin import admin_options
 from ingress.cli.reloading import FileState
 from ingress.cli.replacing import Replaced, replaced_by

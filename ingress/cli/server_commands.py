@@ -11,10 +11,10 @@ from typing import Any
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.sd_notify import notify
 from ingress.engines import local_engine
-from ingress.observe.live.documents import MemoryOfProcess
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import WHAT
 from ingress.serving.control import changes
+from ingress.state.memory import MemoryOfProcess
 
 MOST_MEMORY_S = 240.0
 SCALE = "ingress scale"
@@ -45,7 +45,6 @@ def commands_of_one_process(observer: Observer) -> dict[str, Command]:
 def commands_of_a_worker() -> dict[str, Command]:
     """Return the commands that the supervisor passes on to each worker."""
     return {
-        "snapshot": lambda arguments: local_engine().snapshot(),
         **{what: partial(_part, what) for what in WHAT},
         "check": lambda arguments: check(**arguments),
         "change": lambda arguments: change(**arguments),

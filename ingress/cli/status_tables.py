@@ -12,16 +12,9 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from ingress.observe.live.documents import (
-    Batches,
-    DeploymentView,
-    Lane,
-    Loop,
-    MemoryOfProcess,
-    ReplicaOfServer,
-    StallOfLoop,
-    View,
-)
+from ingress.observe.live.view import DeploymentView, ReplicaOfServer, View
+from ingress.state.memory import MemoryOfProcess
+from ingress.state.running import Batches, Lane, Loop, StallOfLoop
 
 MIB = 1 << 20
 _BARS = "▁▂▃▄▅▆▇█"

@@ -19,7 +19,7 @@ from ingress.cli import status_tables
 from ingress.cli.control_commands import ASK_S, Name, Pid, ask_server, chosen
 from ingress.cli.control_socket import CommandError, RunningServer
 from ingress.cli.terminal import console, tamed
-from ingress.observe.live.documents import View
+from ingress.observe.live.view import View
 
 if sys.platform != "win32":
     import termios

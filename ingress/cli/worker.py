@@ -51,7 +51,6 @@ from ingress.cli.server_commands import (
 )
 from ingress.core.base.settings import Settings
 from ingress.core.base.signals import stop_signals
-from ingress.core.base.snapshot import Snapshot
 from ingress.core.base.standard_streams import make_lossy
 from ingress.core.calls.loops import run_blocking
 from ingress.engines import local_engine
@@ -64,6 +63,7 @@ from ingress.serving.http.address import url_of
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.shared_port import SharedPort
 from ingress.serving.http.uvicorn_server import UvicornServer
+from ingress.state.server import Snapshot
 from ingress.telemetry.logs.process import ProcessLogs
 from ingress.telemetry.mistakes import format_mistake
 

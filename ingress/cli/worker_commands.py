@@ -31,12 +31,11 @@ from ingress.cli.server_commands import (
 )
 from ingress.cli.worker_process import Asked, Rolling
 from ingress.cli.workers import Supervisor
-from ingress.core.base.process import process_facts
-from ingress.core.base.snapshot import ProcessSnapshot, Snapshot, merged
 from ingress.observe.live.observer import Observer
-from ingress.observe.live.problems import SILENT
+from ingress.observe.live.view import SILENT
 from ingress.observe.timeline.recorder import ASK_S
 from ingress.serving.http.shared_port import SharedPort
+from ingress.state.server import Snapshot, merged, process_snapshot
 
 STATUS_S = 3.0  # for the state of a worker, which may stall
 APPLY_S = 60.0
@@ -59,7 +58,7 @@ def snapshot_of_workers(workers: Supervisor, url: str | None) -> Snapshot:
     # snapshot, and must not be counted twice. So this is read last.
     ended = workers.ended
     parts = [each for pid, each in found.items() if pid not in ended.pids]
-    mine = ProcessSnapshot("supervisor", os.getpid(), *process_facts(os.getpid()))
+    mine = process_snapshot("supervisor", os.getpid())
     if not parts:
         parts = [Snapshot(time(), os.getpid())]
     whole = merged(parts, ended.snapshot)

@@ -17,8 +17,8 @@ import uvicorn
 from ingress.app.config_file.loading import ConfigFile
 from ingress.cli.worker import Served, work
 from ingress.core.base.signals import stop_signals
-from ingress.core.base.snapshot import Snapshot
 from ingress.serving.http.shared_port import SharedPort
+from ingress.state.server import Snapshot
 
 LATE_S = 5.0  # five heartbeats: no command is sent to it
 LAST_MESSAGES_S = 1.0

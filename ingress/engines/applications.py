@@ -20,19 +20,17 @@ from functools import partial
 from ingress.app.declaration.build import BuiltApplication
 from ingress.config import DeploymentConfig
 from ingress.core.base.gc_freeze import SettledObjects
-from ingress.core.base.snapshot import ApplicationSnapshot
 from ingress.core.base.types import DeploymentID
 from ingress.engines.engine_http import EngineHTTP
-from ingress.engines.overviews import FailedStart, overview_of
 from ingress.engines.progress import tell_while_starting
 from ingress.exceptions import RayServeException
-from ingress.schema import ApplicationStatus, ApplicationStatusOverview
+from ingress.schema import ApplicationStatus
 from ingress.serving.control.changes import Change
 from ingress.serving.control.controller import Controller
 from ingress.serving.control.running import RunningApplication
-from ingress.serving.control.snapshots import application_snapshot
 from ingress.serving.http.proxy import RouteTable
 from ingress.serving.replicas.router import Router
+from ingress.state.applications import ApplicationSnapshot, FailedStart, application_snapshot
 from ingress.telemetry.logs.options import LOGS
 
 CLOSED = "it was closed while it started"
@@ -308,8 +306,7 @@ class Applications:
             self._release()
 
     def _keep_counters(self, application: RunningApplication) -> None:
-        overview = overview_of(application)
-        self.stopped[application.name] = application_snapshot(overview, application, "")
+        self.stopped[application.name] = application_snapshot(application, None, "")
         while len(self.stopped) > MAX_STOPPED:
             del self.stopped[next(iter(self.stopped))]
 
@@ -357,17 +354,18 @@ class Applications:
         """Wait until an application has the replicas that its options ask for."""
         await self._controller().settled(application)
 
-    def overviews(self) -> dict[str, ApplicationStatusOverview]:
-        """Return the status of each application. Thread-safe."""
+    def snapshots(self) -> dict[str, ApplicationSnapshot]:
+        """Return the state of each application. Thread-safe."""
         # In this order an application that becomes ready in between is in both, not in neither.
         starting, failed = list(self.starting.items()), list(self.failed.items())
         running = dict(self.running)
-        found = {name: overview_of(each) for name, each in running.items()}
+        process = self._http.command_line.process
+        found = {name: application_snapshot(each, None, process) for name, each in running.items()}
         for name, failure in failed:
-            found[name] = failure.overview(running.get(name))
+            found[name] = failure.snapshot(running.get(name), process)
         for name, start in starting:
-            if running.get(name) is not start.application:
-                found[name] = start.application.overview(running.get(name))
+            if (serving := running.get(name)) is not start.application:
+                found[name] = application_snapshot(start.application, serving, process)
         return found
 
     def free_name(self) -> str:

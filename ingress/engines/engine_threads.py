@@ -20,7 +20,8 @@ from ingress.core.calls.deadlines import Deadlines, deadlines_of
 from ingress.core.calls.loops import EventLoopThread, NewLoop, new_event_loop
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
 from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
-from ingress.observe.timeline.window import Window
+from ingress.engines import views
+from ingress.serving.control.factories import Instrument
 from ingress.telemetry.watchdog import WATCHDOG
 
 CONTROL_THREADS = 32  # for joining the threads of replicas that stop, side by side
@@ -34,13 +35,17 @@ class EngineThreads:
     `window` records the requests, if `INGRESS_TRACE` names its file.
     """
 
-    __slots__ = ("_executor", "_user", "control", "deadlines", "router", "settings", "window")
+    __slots__ = (
+        "_executor", "_user", "control", "deadlines", "instrument", "router", "settings", "window",
+    )  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         GIL_PRESSURE.adapts = settings.adapt_switch_interval
-        # First, because this may raise.
-        self.window = None if settings.trace_file is None else Window(settings.trace_file)
+        self.window: views.Recording | None = None
+        self.instrument: Instrument | None = None  # of the window
+        if settings.trace_file is not None:  # first, because this may raise
+            self.window, self.instrument = views.VIEWS.record(settings.trace_file)
         self.control = EventLoopThread("ingress-control")
         self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
         self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)

@@ -11,14 +11,13 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from functools import partial
 from time import monotonic
 from types import FunctionType
-from typing import Any
 
 from ingress.app.declaration.build import BuiltApplication, with_logging
 from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
+from ingress.app.declaration.names import PublicMethods
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig
 from ingress.core.base.settings import Settings, warn_of_unused
-from ingress.core.base.snapshot import Snapshot
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import Call, when_all_settled
 from ingress.core.calls.loops import Wakeup, run_blocking
@@ -28,13 +27,11 @@ from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_admin import EngineAdmin
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
-from ingress.engines.snapshots import snapshot_of
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
 )
 from ingress.handle import DeploymentHandle, DeploymentResponse, directory_here, use_here
-from ingress.observe.timeline.instrumentation import record
 from ingress.schema import ServeStatus
 from ingress.serving.control.changes import Change
 from ingress.serving.control.controller import Controller
@@ -45,7 +42,8 @@ from ingress.serving.http.proxy import HTTPProxy
 from ingress.serving.http.retrying import RequestLimits
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.replicas.router import Router
-from ingress.serving.replicas.user_code import PublicMethods
+from ingress.state.applications import ApplicationSnapshot, status_of
+from ingress.state.server import Snapshot, snapshot_of
 from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
 from ingress.telemetry.logs.identity import leave_records
 from ingress.telemetry.logs.options import LOGS
@@ -76,7 +74,7 @@ class LocalEngine:
         self._users = 0
         self._threads: EngineThreads | None = None
         self.http = EngineHTTP()
-        self.admin = EngineAdmin(self.snapshot, self.parts)
+        self.admin = EngineAdmin()
         # The loop of a server that is not this engine's, for replicas without loops of their own.
         self.lender: asyncio.AbstractEventLoop | None = None
         self.apps = Applications(self.http, self.routers, self.release)
@@ -120,7 +118,7 @@ class LocalEngine:
                     lambda: self.factories,
                 )
                 if self.http.command_line.admin is None and self.admin.options is None:
-                    self.admin.start_by_environment()
+                    self.admin.start_by_environment(self)
             self._users += 1
             return self._threads
 
@@ -154,9 +152,8 @@ class LocalEngine:
     def _apply_instruments(self) -> None:
         """Set the factories. The caller holds `_lock`."""
         factories = Factories()
-        if self._threads is not None and self._threads.window is not None:
-            factories = record(self._threads.window.recorder, factories)
-        for instrument in self._instruments:
+        recording = None if self._threads is None else self._threads.instrument
+        for instrument in (*([recording] if recording else []), *self._instruments):
             factories = instrument(factories)
         self.factories = factories
 
@@ -238,13 +235,13 @@ class LocalEngine:
                 admin = None
             if http.is_kept or not http.command_line.has_own_server:
                 if admin is not None:
-                    self.admin.start(admin)
+                    self.admin.start(self, admin)
                 return
             threads = self.acquire()
             try:
                 http.start(threads)
                 if admin is not None:
-                    self.admin.start(admin)
+                    self.admin.start(self, admin)
             except BaseException:
                 http.options = previous
                 http.stop_if_unused(threads)
@@ -435,8 +432,11 @@ class LocalEngine:
         return threads
 
     def status(self) -> ServeStatus:
-        url = self.http.url
-        return ServeStatus({} if url is None else {url: "HEALTHY"}, self.apps.overviews())
+        return status_of(self.apps.snapshots(), self.http.url)
+
+    def application_snapshots(self) -> dict[str, ApplicationSnapshot]:
+        """Return the state of each application. Thread-safe."""
+        return self.apps.snapshots()
 
     def snapshot(self, *, of_stopped: bool = False) -> Snapshot:
         """Return the state of this process in numbers. Thread-safe; it blocks for some ms.
@@ -447,12 +447,6 @@ class LocalEngine:
         if of_stopped:
             found.applications = {**self.apps.stopped, **found.applications}
         return found
-
-    def parts(self, what: str, argument: float = 0.0) -> tuple[list[Any], Mapping[int, str]]:
-        """Return the parts of this process's state that an observer asks for. Thread-safe."""
-        from ingress.observe.live.part import parts_of  # not for a process without an observer
-
-        return parts_of(self, what, argument)
 
     def url(self) -> str | None:
         """Return the URL that `serve.run` serves HTTP at, if it does."""

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from ingress.app.declaration.cluster_options import for_a_cluster
-from ingress.app.declaration.declaration import check_prefix
+from ingress.app.declaration.names import check_prefix
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig, options_not_acted_on
 from ingress.core.base.options import Json, Options, is_number, is_variable
 from ingress.core.base.settings import ENGINE, expanded

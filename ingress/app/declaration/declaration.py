@@ -30,7 +30,6 @@ from ingress.config import DeploymentConfig, DeploymentOptions
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.loops import asyncio_loop
 from ingress.core.execution.lanes import check_lanes
-from ingress.exceptions import RayServeException
 
 T = TypeVar("T", default=Any)
 F = TypeVar("F", bound=Callable[..., object])
@@ -292,23 +291,3 @@ def _check_markers(func: Any, given: Collection[str] = ()) -> None:
 def _call(deployment: Deployment, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
     shown = [*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in kwargs.items())]
     return f"{deployment.name}.bind({', '.join(shown)})"
-
-
-def check_names(name: object, prefix: object) -> None:
-    """Raise `RayServeException` or `ValueError`, with Ray's message, for invalid names."""
-    if not isinstance(name, str) or not name:
-        raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
-    check_prefix(prefix)
-
-
-def check_prefix(prefix: object) -> str | None:
-    """Return a route prefix. Raises `ValueError`, with Ray's message, for an invalid one."""
-    if prefix is None:
-        return None
-    if not isinstance(prefix, str) or not prefix.startswith("/"):
-        raise ValueError(f"Invalid route_prefix {prefix!r}, must start with a forward slash ('/').")
-    if prefix != "/" and prefix.endswith("/"):
-        raise ValueError(f"Invalid route_prefix {prefix!r}, may not end with a trailing '/'.")
-    if "{" in prefix or "}" in prefix:
-        raise ValueError(f"Invalid route_prefix {prefix!r}, may not contain wildcards.")
-    return prefix

@@ -1,13 +1,14 @@
-"""The counters of replicas: plain ints, each with one owner.
+"""The counters of replicas and of user code: plain ints and floats, each with one owner.
 
-`status` and `/metrics` read these counters; no other code counts again.
+Snapshots (`ingress.state`) have copies of these counters; no other code counts again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 # Ray 2.60.0's default latency buckets, upper bounds in ms. Floats: a float is compared with a float
@@ -21,6 +22,9 @@ BATCH_SIZE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0,
 UTILIZATION_BUCKETS = (
     5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 100.0,
 )  # fmt: skip
+
+
+MAX_ENDED = 100  # replicas of a deployment that have ended, whose counters keep their name
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +213,127 @@ class HTTPCounts:
 def copied(latencies: Mapping[str, Latency]) -> dict[str, Latency]:
     """Return copies of latencies that another thread writes. Thread-safe."""
     return {key: latencies[key].copy() for key in list(latencies)}
+
+
+@dataclass(slots=True)
+class ReplicaCounts:
+    """The counters of one replica. They are kept when the replica has ended.
+
+    routes         processing times, by route template
+    errors         numbers of failed calls, by route template and type of the exception; calls that
+                   their callers have cancelled have not failed
+    stalls         durations of its event loop's stalls, by method
+    thread_waits   times that `def` calls waited for a worker thread, by lane; "" for no lane
+    batches        batches and the calls in them, by function
+    model_gets     times that code asked for a model
+    model_times    times of models, by LOAD and UNLOAD
+    """
+
+    starts: int = 1
+    routes: dict[str, Latency] = field(default_factory=dict)
+    errors: dict[str, dict[str, int]] = field(default_factory=dict)
+    stalls: dict[str, Latency] = field(default_factory=dict)
+    thread_waits: dict[str, Latency] = field(default_factory=dict)
+    batches: dict[str, BatchCount] = field(default_factory=dict)
+    model_gets: int = 0
+    model_times: dict[str, Latency] = field(default_factory=dict)
+
+    def add(self, other: ReplicaCounts) -> None:
+        """Add the counters of another replica, or of the same one in another process."""
+        self.starts += other.starts
+        for mine, theirs in (
+            (self.routes, other.routes),
+            (self.stalls, other.stalls),
+            (self.thread_waits, other.thread_waits),
+            (self.model_times, other.model_times),
+        ):
+            for key, latency in theirs.items():
+                mine.setdefault(key, Latency()).merge(latency)
+        for route, types in other.errors.items():
+            self.errors[route] = dict(Counter(self.errors.get(route)) + Counter(types))
+        for function, batch in other.batches.items():
+            self.batches.setdefault(function, BatchCount()).merge(batch)
+        self.model_gets += other.model_gets
+
+    def renamed(self, routes: Mapping[str, str]) -> ReplicaCounts:
+        """Return the same counters under other names of their routes."""
+        found: dict[str, Latency] = {}
+        errors: dict[str, Counter[str]] = {}
+        for route, latency in self.routes.items():
+            found.setdefault(routes[route], Latency()).merge(latency)
+        for route, types in self.errors.items():
+            errors.setdefault(routes[route], Counter()).update(types)
+        return replace(self, routes=found, errors=dict(errors))
+
+
+def keep(ended: dict[str, ReplicaCounts], name: str, counts: ReplicaCounts) -> None:
+    """Add a replica's counters to those of a replica of the same id; the oldest are dropped."""
+    ended[name] = total = ended.pop(name, ReplicaCounts(starts=0))
+    total.add(counts)
+    while len(ended) > MAX_ENDED:
+        del ended[next(iter(ended))]
+
+
+@dataclass(slots=True)
+class UserSeries:
+    """One series of a user's metric: the values of its labels, and its value.
+
+    A histogram has `latency`, whose buckets belong to the metric's boundaries.
+    """
+
+    labels: list[str]
+    value: float = 0.0
+    buckets: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class UserMetric:
+    """A metric of `serve.metrics`. `kind` is "counter", "gauge" or "histogram".
+
+    `place` is the file and line of user code that declares it, "" if they are not known.
+    """
+
+    name: str
+    kind: str
+    description: str
+    label_names: list[str]
+    boundaries: list[float] = field(default_factory=list)
+    series: list[UserSeries] = field(default_factory=list)
+    place: str = ""
+
+    def signature(self) -> tuple[str, str, tuple[str, ...], tuple[float, ...]]:
+        """Return what metrics must have in common for their series to be added up."""
+        return self.name, self.kind, tuple(self.label_names), tuple(self.boundaries)
+
+    def shown_names(self) -> set[str]:
+        """Return the names of its samples, without Ray's prefix, and its own, for OpenMetrics."""
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+        return {self.name, *(self.name + each for each in suffixes.get(self.kind, ()))}
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can carry: a client may send half a surrogate pair, in JSON."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
+def merged_metrics(parts: Iterable[list[UserMetric]]) -> list[UserMetric]:
+    """Return the users' metrics of all processes: counters and gauges of one series are added.
+
+    Metrics of one name that differ otherwise, such as those of two versions, stay apart.
+    """
+    found: dict[object, UserMetric] = {}
+    series: dict[object, UserSeries] = {}
+    for part in parts:
+        for each in part:
+            signature = each.signature()
+            metric = found.setdefault(signature, replace(each, series=[]))
+            for one in each.series:
+                key = (signature, *one.labels)
+                if key not in series:
+                    series[key] = replace(one, buckets=list(one.buckets))
+                    metric.series.append(series[key])
+                    continue
+                there = series[key]
+                there.value += one.value
+                there.buckets = [a + b for a, b in zip(there.buckets, one.buckets, strict=True)]
+    return list(found.values())

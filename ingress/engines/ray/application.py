@@ -11,11 +11,11 @@ from ray import serve as ray_serve
 
 from ingress.app.batching.batching import warn_of_capacity
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment, fill
+from ingress.app.declaration.names import PublicMethods
 from ingress.engines.ray.code import pickled_arguments, reference_to
 from ingress.engines.ray.lowering import options_for_ray
 from ingress.engines.ray.messages import ReplicaSpec
 from ingress.engines.ray.replica import HTTPReplica, RayReplica
-from ingress.serving.replicas.user_code import PublicMethods
 
 
 @dataclass(frozen=True, slots=True)

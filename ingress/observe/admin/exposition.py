@@ -20,20 +20,20 @@ from ingress.core.base.counters import (
     Distribution,
     Exemplar,
     Latency,
-)
-from ingress.core.base.snapshot import (
-    ApplicationSnapshot,
-    DeploymentSnapshot,
-    HTTPCount,
     ReplicaCounts,
-    ReplicaSnapshot,
-    Snapshot,
     UserMetric,
     encodable,
-    summed_http,
 )
 from ingress.observe.admin import families as f
 from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM, Family
+from ingress.state.applications import ApplicationSnapshot
+from ingress.state.deployments import (
+    DeploymentSnapshot,
+    HTTPCount,
+    ReplicaSnapshot,
+    summed_http,
+)
+from ingress.state.server import Snapshot
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -56,14 +56,7 @@ def exposition(snapshot: Snapshot, *, is_open_metrics: bool = False) -> bytes:
         _add_application(lines, name, application)
     _add_http(lines, "", snapshot.unrouted)
     for process in snapshot.processes:
-        lines.add(
-            _labels(process=process.name),
-            (f.MEMORY, process.rss_bytes),
-            (f.CPU, process.cpu_s),
-            (f.THREADS, process.threads),
-            (f.GIL_WAIT, process.gil_wait_s),
-            (f.PROCESSOR_WAIT, process.processor_wait_s),
-        )
+        lines.add(_labels(process=process.name), *f.samples_of(f.PROCESS, process))
     lines.add(_labels(state="ready"), (f.WORKERS, len(snapshot.workers)))
     lines.add(_labels(state="silent"), (f.WORKERS, len(snapshot.silent)))
     text = list(lines.text())
@@ -189,20 +182,7 @@ def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSn
     if deployment.status in _DEPLOYMENT_STATUS:
         status = _DEPLOYMENT_STATUS.index(deployment.status) + 1
         lines.add(labels, (f.DEPLOYMENT_STATUS, status))
-    lines.add(
-        labels,
-        (f.TARGET_REPLICAS, deployment.target_replicas),
-        (f.ROUTER_REQUESTS, deployment.requests),
-        (f.QUEUED, deployment.queued),
-        (f.AT_REPLICAS, deployment.ongoing),
-        (f.REJECTED, deployment.rejected),
-        (f.SHED, deployment.shed),
-        (f.RETRIES, deployment.retries),
-        (f.EXPIRED, deployment.expired),
-        (f.LOSSES, deployment.losses),
-        (f.FAILED_STARTS, deployment.failed_starts),
-        (f.HELD, deployment.held_s),
-    )
+    lines.add(labels, *f.samples_of(f.DEPLOYMENT, deployment))
     for http in deployment.http:
         if http.status >= 400:
             error = _http_labels(app, http, "error_code", deployment=name)
@@ -229,13 +209,7 @@ def _add_counts(lines: _Lines, labels: str, counts: ReplicaCounts) -> None:
     """Add the counters of one replica id; with `--workers`, of that id in all workers."""
     lines.add(labels, (f.STARTS, counts.starts))
     for route, latency in counts.routes.items():
-        served = latency.count - latency.errors - latency.cancelled
-        lines.add(
-            _and(labels, route=route),
-            (f.DEPLOYMENT_REQUESTS, served),
-            (f.CANCELLED, latency.cancelled),
-            (f.PROCESSING_LATENCY, latency),
-        )
+        lines.add(_and(labels, route=route), *f.samples_of(f.ROUTE, latency))
     for route, types in counts.errors.items():
         for name, count in types.items():
             lines.add(_and(labels, route=route, exception_type=name), (f.DEPLOYMENT_ERRORS, count))
@@ -264,13 +238,7 @@ def _add_batches(lines: _Lines, labels: str, batches: Mapping[str, BatchCount]) 
         summed.setdefault(_short(function), BatchCount()).merge(batch)
     for name, batch in summed.items():
         with_function = _and(labels, function_name=name)
-        lines.add(
-            with_function,
-            (f.BATCHES, batch.batches),
-            (f.BATCHED_CALLS, batch.calls),
-            (f.BATCH_WAIT, batch.wait),
-            (f.BATCH_EXECUTION, batch.execution),
-        )
+        lines.add(with_function, *f.samples_of(f.BATCH, batch))
         if batch.chosen is not None:
             lines.add(with_function, (f.CHOSEN_SIZE, batch.chosen.size))
             lines.add(with_function, (f.CHOSEN_WAIT, batch.chosen.wait_s))
@@ -299,9 +267,7 @@ def _add_gauges(
         labels = _labels(application=app, deployment=deployment, replica=name)
         lines.add(
             labels,
-            (f.PROCESSING, sum(each.ongoing for each in ones)),
-            (f.SLOTS, sum(each.max_ongoing for each in ones)),
-            (f.ORPHANS, sum(each.orphans for each in ones)),
+            *f.summed_samples(f.REPLICA, ones),
             (f.HEALTHY, int(not any(each.unhealthy_reason for each in ones))),
         )
         if any(each.models for each in ones):

@@ -1,4 +1,4 @@
-"""The metrics of `/metrics`: their names, types and labels; the table in docs/metrics.md has them.
+"""The metrics of `/metrics`: names, types, labels, values; the table in docs/metrics.md has them.
 
 The names that begin with `ray_serve_` are those that Ray 2.60's own endpoint shows, with its labels
 but for the ones that name Ray's actors, handles and nodes: Grafana's boards for Ray Serve work.
@@ -6,25 +6,37 @@ but for the ones that name Ray's actors, handles and nodes: Grafana's boards for
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ingress.core.base.counters import Latency
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-_HTTP = ("application", "route", "method", "status_code")
-_DEPLOYMENT = ("application", "deployment")
-_REPLICA = ("application", "deployment", "replica")
-_ROUTE = (*_REPLICA, "route")
+HTTP = ("application", "route", "method", "status_code")
+DEPLOYMENT = ("application", "deployment")
+REPLICA = ("application", "deployment", "replica")
+ROUTE = (*REPLICA, "route")
+BATCH = (*REPLICA, "function_name")
+PROCESS = ("process",)
 
 
 class Family(NamedTuple):
-    """One metric. The name of a counter ends with `_total`."""
+    """One metric. The name of a counter ends with `_total`.
+
+    `of` returns its value from the part of a snapshot that has these labels: a process, a
+    deployment, a replica, the `Latency` of a route, or the `BatchCount` of a function. A metric
+    without it is made from several parts, by `exposition`.
+    """
 
     name: str
     kind: str
     labels: tuple[str, ...]
     description: str
+    of: Callable[[Any], float | Latency] | None = None
 
 
-HTTP_REQUESTS = Family("ray_serve_num_http_requests_total", COUNTER, _HTTP, "HTTP requests.")
+HTTP_REQUESTS = Family("ray_serve_num_http_requests_total", COUNTER, HTTP, "HTTP requests.")
 HTTP_ERRORS = Family(
     "ray_serve_num_http_error_requests_total",
     COUNTER,
@@ -34,139 +46,151 @@ HTTP_ERRORS = Family(
 DEPLOYMENT_HTTP_ERRORS = Family(
     "ray_serve_num_deployment_http_error_requests_total",
     COUNTER,
-    (*_DEPLOYMENT, "route", "method", "error_code"),
+    (*DEPLOYMENT, "route", "method", "error_code"),
     "The same, with the deployment that got the requests.",
 )
 HTTP_LATENCY = Family(
     "ray_serve_http_request_latency_ms",
     HISTOGRAM,
-    _HTTP,
+    HTTP,
     "Time from the head of a request to the end of its response, in ms.",
 )
 ROUTER_REQUESTS = Family(
     "ray_serve_num_router_requests_total",
     COUNTER,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "Calls that the router of a deployment accepted.",
+    lambda each: each.requests,
 )
 QUEUED = Family(
-    "ray_serve_deployment_queued_queries", GAUGE, _DEPLOYMENT, "Calls that wait for a slot."
+    "ray_serve_deployment_queued_queries",
+    GAUGE,
+    DEPLOYMENT,
+    "Calls that wait for a slot.",
+    lambda each: each.queued,
 )
 AT_REPLICAS = Family(
     "ray_serve_num_ongoing_requests_at_replicas",
     GAUGE,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "Calls that have a slot of a replica.",
+    lambda each: each.ongoing,
 )
 DEPLOYMENT_REQUESTS = Family(
     "ray_serve_deployment_request_counter_total",
     COUNTER,
-    _ROUTE,
+    ROUTE,
     "Calls that a replica has served without an error.",
+    lambda each: each.count - each.errors - each.cancelled,
 )
 DEPLOYMENT_ERRORS = Family(
     "ray_serve_deployment_error_counter_total",
     COUNTER,
-    (*_ROUTE, "exception_type"),
+    (*ROUTE, "exception_type"),
     "Calls that raised an exception, or whose deadline passed.",
 )
 PROCESSING_LATENCY = Family(
     "ray_serve_deployment_processing_latency_ms",
     HISTOGRAM,
-    _ROUTE,
+    ROUTE,
     "Time that a call took on its replica, in ms.",
+    lambda each: each,
 )
 PROCESSING = Family(
     "ray_serve_replica_processing_queries",
     GAUGE,
-    _REPLICA,
+    REPLICA,
     "Calls that have a slot of the replica.",
+    lambda each: each.ongoing,
 )
 STARTS = Family(
     "ray_serve_deployment_replica_starts_total",
     COUNTER,
-    _REPLICA,
+    REPLICA,
     "Starts of the replica: 1, or with --workers those in all workers.",
 )
 HEALTHY = Family(
     "ray_serve_deployment_replica_healthy",
     GAUGE,
-    _REPLICA,
+    REPLICA,
     "1 if the replica is healthy, 0 if it is not.",
 )
 BATCHES = Family(
     "ray_serve_batches_processed_total",
     COUNTER,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "Batches of a @serve.batch function that were run.",
+    lambda each: each.batches,
 )
 BATCH_WAIT = Family(
     "ray_serve_batch_wait_time_ms",
     HISTOGRAM,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "Time from the first call of a batch until the batch begins, in ms.",
+    lambda each: each.wait,
 )
 BATCH_EXECUTION = Family(
     "ray_serve_batch_execution_time_ms",
     HISTOGRAM,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "Time that a batch took, in ms.",
+    lambda each: each.execution,
 )
 BATCH_SIZE = Family(
     "ray_serve_actual_batch_size",
     HISTOGRAM,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "Size of a batch when it begins: its calls, or what batch_size_fn says.",
 )
 BATCH_UTILIZATION = Family(
     "ray_serve_batch_utilization_percent",
     HISTOGRAM,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "The same, in percent of max_batch_size or of the chosen size.",
 )
 BATCH_QUEUE = Family(
     "ray_serve_batch_queue_length",
     GAUGE,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "Calls whose batch has not begun.",
 )
 MODELS = Family(
     "ray_serve_num_multiplexed_models",
     GAUGE,
-    _REPLICA,
+    REPLICA,
     "Models it has or is loading.",
 )
 MODEL_IDS = Family(
     "ray_serve_registered_multiplexed_model_id",
     GAUGE,
-    (*_REPLICA, "model_id"),
+    (*REPLICA, "model_id"),
     "1 for each model it has or is loading, at most 100 of them.",
 )
 MODEL_GETS = Family(
     "ray_serve_multiplexed_get_model_requests_counter_total",
     COUNTER,
-    _REPLICA,
+    REPLICA,
     "Times that code asked for a model, which was there or had to be loaded.",
 )
 MODEL_LOADS = Family(
-    "ray_serve_multiplexed_models_load_counter_total", COUNTER, _REPLICA, "Models loaded."
+    "ray_serve_multiplexed_models_load_counter_total", COUNTER, REPLICA, "Models loaded."
 )
 MODEL_UNLOADS = Family(
     "ray_serve_multiplexed_models_unload_counter_total",
     COUNTER,
-    _REPLICA,
+    REPLICA,
     "Models that were unloaded.",
 )
 MODEL_LOAD_TIME = Family(
     "ray_serve_multiplexed_model_load_latency_ms",
     HISTOGRAM,
-    _REPLICA,
+    REPLICA,
     "Time that the load of a model took, in ms, without failed loads.",
 )
 MODEL_UNLOAD_TIME = Family(
     "ray_serve_multiplexed_model_unload_latency_ms",
     HISTOGRAM,
-    _REPLICA,
+    REPLICA,
     "Time that the unloading of a model took, in ms.",
 )
 APPLICATION_STATUS = Family(
@@ -178,123 +202,178 @@ APPLICATION_STATUS = Family(
 DEPLOYMENT_STATUS = Family(
     "ray_serve_deployment_status",
     GAUGE,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "1 DEPLOY_FAILED, 2 UNHEALTHY, 3 UPDATING, 4 UPSCALING, 5 DOWNSCALING, 6 HEALTHY.",
 )
 TARGET_REPLICAS = Family(
     "ray_serve_autoscaling_target_replicas",
     GAUGE,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "Replicas that the deployment should have.",
+    lambda each: each.target_replicas,
 )
 REJECTED = Family(
     "ingress_requests_rejected_total",
     COUNTER,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "Calls that were refused: the queue was full, or they could not be answered in time.",
+    lambda each: each.rejected,
 )
 SHED = Family(
     "ingress_requests_shed_total",
     COUNTER,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "Calls that waited, and were refused because they could not be answered in time any more.",
+    lambda each: each.shed,
 )
 RETRIES = Family(
     "ingress_request_retries_total",
     COUNTER,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "Calls that were sent to another replica.",
+    lambda each: each.retries,
 )
 CANCELLED = Family(
     "ingress_requests_cancelled_total",
     COUNTER,
-    _ROUTE,
+    ROUTE,
     "Calls on a replica that their callers have cancelled, or whose clients have left.",
+    lambda each: each.cancelled,
 )
 EXPIRED = Family(
-    "ingress_requests_expired_total", COUNTER, _DEPLOYMENT, "Calls whose deadline passed."
+    "ingress_requests_expired_total",
+    COUNTER,
+    DEPLOYMENT,
+    "Calls whose deadline passed.",
+    lambda each: each.expired,
 )
 LOSSES = Family(
     "ingress_replica_losses_total",
     COUNTER,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "Replicas that ended by themselves, such as a process that was killed, and were replaced.",
+    lambda each: each.losses,
 )
 FAILED_STARTS = Family(
-    "ingress_replica_failed_starts_total", COUNTER, _DEPLOYMENT, "Starts of replicas that failed."
+    "ingress_replica_failed_starts_total",
+    COUNTER,
+    DEPLOYMENT,
+    "Starts of replicas that failed.",
+    lambda each: each.failed_starts,
 )
 HELD = Family(
     "ingress_deployment_held_seconds",
     GAUGE,
-    _DEPLOYMENT,
+    DEPLOYMENT,
     "Seconds for which all slots have been held and no call has ended; 0 if a slot is free.",
+    lambda each: each.held_s,
 )
-SLOTS = Family("ingress_replica_slots", GAUGE, _REPLICA, "Slots: max_ongoing_requests.")
+SLOTS = Family(
+    "ingress_replica_slots",
+    GAUGE,
+    REPLICA,
+    "Slots: max_ongoing_requests.",
+    lambda each: each.max_ongoing,
+)
 ORPHANS = Family(
     "ingress_replica_orphans",
     GAUGE,
-    _REPLICA,
+    REPLICA,
     "Calls that hold a slot although they have been answered: their code does not end.",
+    lambda each: each.orphans,
 )
 STALLS = Family(
     "ingress_loop_stall_seconds",
     HISTOGRAM,
-    (*_REPLICA, "method"),
+    (*REPLICA, "method"),
     "Stalls of the replica's event loop, in seconds, by the method that blocked it.",
 )
 THREAD_WAIT = Family(
     "ingress_thread_wait_seconds",
     HISTOGRAM,
-    (*_REPLICA, "lane"),
+    (*REPLICA, "lane"),
     "Time that a def waited for a worker thread, in seconds; no lane for the replica's own.",
 )
 LANE_CALLS = Family(
     "ingress_lane_calls",
     GAUGE,
-    (*_REPLICA, "lane", "state"),
+    (*REPLICA, "lane", "state"),
     'Calls of a lane: "ongoing" in its threads, or "queued".',
 )
-LANE_LIMIT = Family("ingress_lane_threads", GAUGE, (*_REPLICA, "lane"), "Threads of a lane.")
+LANE_LIMIT = Family("ingress_lane_threads", GAUGE, (*REPLICA, "lane"), "Threads of a lane.")
 BATCHED_CALLS = Family(
     "ingress_batched_calls_total",
     COUNTER,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "Calls in the batches that were run.",
+    lambda each: each.calls,
 )
 CHOSEN_SIZE = Family(
     "ingress_batch_chosen_size",
     GAUGE,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "Largest size that target_latency_ms had chosen for the last batch.",
 )
 CHOSEN_WAIT = Family(
     "ingress_batch_chosen_wait_seconds",
     GAUGE,
-    (*_REPLICA, "function_name"),
+    BATCH,
     "Longest wait for one more call that it had chosen, in seconds.",
 )
 MEMORY = Family(
     "ingress_process_resident_memory_bytes",
     GAUGE,
-    ("process",),
+    PROCESS,
     "Resident memory of a process: server, supervisor, worker-1, or server/default/Model#0.",
+    lambda each: each.rss_bytes,
 )
-CPU = Family("ingress_process_cpu_seconds_total", COUNTER, ("process",), "CPU time of a process.")
-THREADS = Family("ingress_process_threads", GAUGE, ("process",), "Threads of a process.")
+CPU = Family(
+    "ingress_process_cpu_seconds_total",
+    COUNTER,
+    PROCESS,
+    "CPU time of a process.",
+    lambda each: each.cpu_s,
+)
+THREADS = Family(
+    "ingress_process_threads",
+    GAUGE,
+    PROCESS,
+    "Threads of a process.",
+    lambda each: each.threads,
+)
 GIL_WAIT = Family(
     "ingress_gil_wait_seconds_total",
     COUNTER,
-    ("process",),
+    PROCESS,
     "Seconds by which the watchdog woke late, as other threads held the GIL; 0 while it is off.",
+    lambda each: each.gil_wait_s,
 )
 PROCESSOR_WAIT = Family(
     "ingress_processor_wait_seconds_total",
     COUNTER,
-    ("process",),
+    PROCESS,
     "Seconds for which the watchdog was ready to run and had no processor; 0 if not on Linux.",
+    lambda each: each.processor_wait_s,
 )
 WORKERS = Family(
     "ingress_workers", GAUGE, ("state",), 'Processes that serve: "ready", or "silent".'
 )
 
 FAMILIES = tuple(each for each in list(globals().values()) if isinstance(each, Family))
+
+_BY_LABELS: dict[tuple[str, ...], list[tuple[Family, Callable[[Any], Any]]]] = defaultdict(list)
+for _each in FAMILIES:
+    if _each.of is not None:
+        _BY_LABELS[_each.labels].append((_each, _each.of))
+
+
+def samples_of(labels: tuple[str, ...], part: object) -> list[tuple[Family, float | Latency]]:
+    """Return the samples of a part of a snapshot, which has these labels."""
+    return [(family, of(part)) for family, of in _BY_LABELS[labels]]
+
+
+def summed_samples(
+    labels: tuple[str, ...], parts: Sequence[object]
+) -> list[tuple[Family, float | Latency]]:
+    """Return the sums of the samples of several parts, such as one replica id in all workers."""
+    return [(family, sum(map(of, parts))) for family, of in _BY_LABELS[labels]]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 from starlette.routing import BaseRoute
 
 from ingress.core.base.settings import HTTPLimits
-from ingress.core.base.snapshot import Snapshot
 from ingress.core.calls.loops import EventLoopThread, run_blocking, start_on
 from ingress.observe.admin.app import admin_app
 from ingress.observe.admin.source import Source
 from ingress.serving.http.address import url_of
 from ingress.serving.http.admin_address import AdminOptions
+from ingress.state.server import Snapshot
 
 if TYPE_CHECKING:
     from ingress.serving.http.uvicorn_server import HostedServer

@@ -10,15 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
-from ingress.core.base.counters import Latency
-from ingress.core.base.snapshot import (
-    ApplicationSnapshot,
-    DeploymentSnapshot,
-    HTTPCount,
-    ReplicaCounts,
-    Snapshot,
-    summed_http,
-)
+from ingress.state.applications import ApplicationSnapshot
+from ingress.state.deployments import DeploymentSnapshot, HTTPCount, summed_http
+from ingress.state.server import Snapshot
 
 OTHER = "other"  # no template: those begin with a slash
 
@@ -79,16 +73,6 @@ def _renamed(deployment: DeploymentSnapshot, names: dict[str, str]) -> Deploymen
     return replace(
         deployment,
         http=summed_http([http]),
-        replicas=[replace(e, counts=_counts(e.counts, names)) for e in deployment.replicas],
-        ended={name: _counts(each, names) for name, each in deployment.ended.items()},
+        replicas=[replace(e, counts=e.counts.renamed(names)) for e in deployment.replicas],
+        ended={name: each.renamed(names) for name, each in deployment.ended.items()},
     )
-
-
-def _counts(counts: ReplicaCounts, names: dict[str, str]) -> ReplicaCounts:
-    routes: dict[str, Latency] = {}
-    errors: dict[str, Counter[str]] = {}
-    for route, latency in counts.routes.items():
-        routes.setdefault(names[route], Latency()).merge(latency)
-    for route, types in counts.errors.items():
-        errors.setdefault(names[route], Counter()).update(types)
-    return replace(counts, routes=routes, errors=dict(errors))

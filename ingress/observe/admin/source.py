@@ -11,7 +11,7 @@ from time import monotonic
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from ingress.core.base.snapshot import Snapshot
+from ingress.state.server import Snapshot
 
 FRESH_S = 0.2
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
+from ingress.app.declaration.names import PublicMethods
 from ingress.core.base.settings import NATIVE_THREADS, OMP_NUM_THREADS, Settings
 from ingress.core.execution.execution import ExecutionMode, ExecutionPlan, Lanes, Role, plan
 from ingress.core.execution.lanes import lanes_of
-from ingress.serving.replicas.user_code import PublicMethods
 
 FOLLOW_OMP = ("BLIS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Variables of libraries that read `OMP_NUM_THREADS` if their own variable is not set."""

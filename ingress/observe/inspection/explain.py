@@ -22,10 +22,10 @@ from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.core.execution import execution
 from ingress.core.execution.execution import SERIAL_LANE, ExecutionMode, ExecutionPlan, Kind, Role
 from ingress.core.execution.lanes import lanes_of
+from ingress.core.execution.threads import ANYIO_RESERVE
 from ingress.observe.inspection.budget import ThreadBudget, plans_of, thread_budget
 from ingress.observe.inspection.members import parts_of
 from ingress.observe.inspection.sources import Use, mentions
-from ingress.serving.replicas.thread_host import ANYIO_RESERVE
 
 _ANYIO_DEFAULT = 40  # AnyIO's threads for a loop outside ingress
 

@@ -21,11 +21,11 @@ from typing import Any
 from ingress.app.asgi import Part
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.app.declaration.names import PublicMethods
 from ingress.core.base.foreign import stored, undisguised, unwrapped
 from ingress.core.base.libraries import is_library
 from ingress.core.base.signatures import annotations_of
 from ingress.core.execution.execution import Role
-from ingress.serving.replicas.user_code import PublicMethods
 
 logger = logging.getLogger("ingress")
 

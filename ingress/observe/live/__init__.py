@@ -1,12 +1,11 @@
-"""The present state of a running server, for `ingress status`, `ingress top` and the page.
+"""The views of a running server, for `ingress status`, `ingress top` and the page.
 
-    running     each replica: its loop, lanes, threads and process, and the calls on each
-    children    the same in the child processes of replicas, which they tell
-    counts      how many calls of each route have ended, and how long they took
-    history     the rates and latencies of the last minutes, from those counts
-    documents   the keys of the JSON that these hand on
-    part        all of this in one process
-    view        the parts of all processes together, as one JSON object
+    part        the answers of one process: its state, `ingress.state`, and a few more
+    history     the rates and latencies of the last minutes, and the growth of the memory
+    view        the state of all processes with the rates, as one JSON object
+    problems    the problems of a server, in words
+    observer    asks the processes, makes views, and logs problems
+    page        the page, and the data that it asks for
 
-All of it is read from outside, when an operator asks. Only the observer looks by itself, every 2 s.
+A process is read from outside, when an operator asks. Only the observer looks by itself, every 2 s.
 """

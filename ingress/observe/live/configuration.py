@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
+from typing import TypedDict
 
 from ingress.app.config_file.origins import HTTP_VARIABLES, SETTINGS, http_default, shown, value_of
 from ingress.config import HTTPOptions
 from ingress.core.base.options import plain
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings, environment
 from ingress.observe.inspection.explain import rows_of
-from ingress.observe.live.documents import Configuration, Move, Option
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.server_options import ServerOptions
+from ingress.state.server import HTTPSide, Server
 
 
-class HTTPSide(Protocol):
-    """The options of HTTP of an engine; those of its command line are in both."""
+class Flag(TypedDict):
+    """The environment variable that decides where a `def` runs."""
 
-    @property
-    def command_line(self) -> ServerOptions: ...
-
-    @property
-    def options(self) -> HTTPOptions: ...
+    name: str
+    value: str
 
 
-def configuration_of(
-    applications: Iterable[RunningApplication], settings: Settings, http: HTTPSide
-) -> Configuration:
-    """Return the configuration of running applications. It reads the users' source files.
+Move = TypedDict(
+    "Move",
+    {"application": str, "deployment": str, "what": str, "name": str, "from": str, "to": str},
+)
+"""A callable that the flag would move, and both places."""
+
+
+class Option(TypedDict):
+    """An option, its value as a file has it, and its origin."""
+
+    where: str
+    value: object
+    origin: str
+
+
+class Configuration(TypedDict):
+    """The options of one process, and the callables that the flag would move."""
+
+    flag: Flag | None
+    moves: list[Move]
+    options: list[Option]
+
+
+def configuration_of(server: Server) -> Configuration:
+    """Return the configuration of a process. It reads the users' source files.
 
     The origins are those of `config_file.origins`, and "ingress scale".
     """
-    applications = list(applications)
+    applications, settings = list(server.applications.values()), server.settings
     return {
         "flag": {"name": SYNC_IN_THREADPOOL, "value": str(int(settings.run_sync_in_threadpool))},
         "moves": [move for each in applications for move in _moves(each, settings)],
         "options": [
             *(option for each in applications for option in _options(each)),
-            *_http(http, settings),
-            *_variables(settings, http.command_line),
+            *_http(server.http, settings),
+            *_variables(settings, server.http.command_line),
         ],
     }
 

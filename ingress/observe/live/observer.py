@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Self
+from typing import Any, Protocol, Self, TypedDict
 
-from ingress.observe.live.documents import (
-    Ask,
-    Configuration,
-    Counters,
-    CountPart,
-    Deployment,
-    DeploymentProgress,
-    LinesPart,
-    MemoryOfProcess,
-    Problem,
-    Series,
-    View,
-)
-from ingress.observe.live.history import History
-from ingress.observe.live.memory import Growth
-from ingress.observe.live.problems import LOGGED, is_growing
-from ingress.observe.live.view import view_of
+from ingress.observe.live.configuration import Configuration
+from ingress.observe.live.history import Growth, History, Series, deployments_of
+from ingress.observe.live.problems import LOGGED, add_problems, is_growing
+from ingress.observe.live.view import Problem, View, view_of
 from ingress.observe.timeline.sampling import merged_traces
-from ingress.telemetry.logs.last_lines import LogLine
+from ingress.state.looking import LinesPart, LogLine, Look
+from ingress.state.memory import MemoryOfProcess
 
 logger = logging.getLogger("ingress")
 
@@ -42,6 +30,29 @@ OVER = {
     "replica": "no replica fails more than the others",
 }
 FRESH_S = 0.4  # a view this old is shown again: two viewers cost as much as one
+
+
+class DeploymentProgress(TypedDict):
+    """The progress of a deployment in one process: whether its replicas are as wanted.
+
+    `replicas` has their states, by tag. `problem` is in words; `rejected` is the reason if the last
+    change was given up.
+    """
+
+    pid: int
+    application: str
+    deployment: str
+    is_settled: bool
+    rejected: str
+    problem: str
+    replicas: dict[str, str]
+
+
+class Ask(Protocol):
+    """Asks all processes of a server one question, see `part.WHAT`."""
+
+    def __call__(self, what: str, argument: float = 0.0, /) -> tuple[list[Any], Mapping[int, str]]:
+        """Return the parts, and the reasons of the processes without one, by id: `view.SILENT`."""
 
 
 Key = tuple[str, str, str]
@@ -103,9 +114,9 @@ class Observer:
         while not self._is_over.is_set():
             try:
                 with self._lock:  # in the order in which they were asked for
-                    parts, _ = self._ask("counts")
-                    self._history.add(monotonic(), _counts(parts))
-                    memory = self._growth.add(monotonic(), _memory(parts))
+                    parts, _ = self._ask("snapshot")
+                    self._history.add(monotonic(), parts)
+                    memory = self._growth.add(monotonic(), parts)
                 if self._told or self._history.has_trouble() or any(map(is_growing, memory)):
                     self._log(self.view()["problems"])
             except Exception:  # no process answers, while the server starts or stops
@@ -143,20 +154,37 @@ class Observer:
     def look(self) -> View:
         """Return the state of the server now."""
         with self._lock:
-            parts, absent = self._ask("part")
-            self._history.add(monotonic(), _counts(parts))
+            looks: list[Look]
+            looks, absent = self._ask("look")
+            parts = [each.snapshot for each in looks]
+            self._history.add(monotonic(), parts)
             rates, span_s = self._history.window()
             recent = self._history.recent()
             refused = self._history.refused()
-            memory = self._growth.add(monotonic(), _memory(parts))
-            self._view = view_of(parts, absent, rates, refused, span_s, recent, memory, self._url())
-            self._viewed_at = monotonic()
-            return self._view
+            memory = self._growth.add(monotonic(), parts)
+            view = view_of(looks, absent, rates, refused, span_s, recent, memory, self._url())
+            add_problems(view, absent)
+            self._view, self._viewed_at = view, monotonic()
+            return view
 
     def progress(self) -> list[DeploymentProgress] | None:
         """Return the progress of the deployments now, by process; `None` while one is absent."""
-        parts, absent = self._ask("progress")
-        return None if absent else [each for part in parts for each in part["deployments"]]
+        parts, absent = self._ask("snapshot")
+        if absent:
+            return None
+        return [
+            {
+                "pid": part.pid,
+                "application": app,
+                "deployment": name,
+                "is_settled": each.is_settled,
+                "rejected": each.undone_change,
+                "problem": each.message,
+                "replicas": {one.replica_id: one.state for one in each.replicas},
+            }
+            for part in parts
+            for (app, name), each in deployments_of(part)
+        ]
 
     def configuration(self) -> Configuration:
         """Return the options, and the callables that the flag would move, of one process."""
@@ -183,7 +211,7 @@ class Observer:
     def memory(self, seconds: float) -> list[MemoryOfProcess]:
         """Return what grows in each process in some seconds. It blocks."""
         parts, _ = self._ask("memory", seconds)
-        return [each for part in parts for each in part["processes"]]
+        return [each for part in parts for each in part]
 
     def record(self, seconds: float) -> tuple[str | None, list[str]]:
         """Return a recording of all processes, and why some are missing in it. It blocks.
@@ -199,11 +227,3 @@ class Observer:
     def series(self, application: str, deployment: str, route: str) -> Series:
         """Return the last 15 minutes of a route, or of all routes of a deployment."""
         return self._history.series((application, deployment, route))
-
-
-def _memory(parts: Sequence[CountPart]) -> dict[str, int]:
-    return {name: rss for part in parts for name, rss in part["memory"].items()}
-
-
-def _counts(parts: Sequence[CountPart]) -> list[tuple[int, dict[Deployment, Counters]]]:
-    return [(part["pid"], part["counts"]) for part in parts]

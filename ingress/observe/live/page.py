@@ -29,8 +29,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from ingress.observe.live.documents import View
 from ingress.observe.live.observer import Observer
+from ingress.observe.live.view import View
 from ingress.serving.http import uvicorn_connection
 
 PAUSE_S = 0.5

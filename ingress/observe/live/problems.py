@@ -18,23 +18,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ingress.observe.live.documents import (
+from ingress.observe.live.history import ProcessMemory
+from ingress.observe.live.view import (
     ApplicationView,
     DeploymentView,
-    Line,
     Problem,
-    ProcessMemory,
     ReplicaOfServer,
-    StallOfLoop,
-    StallsIn,
-    StallsOfLine,
+    View,
 )
-from ingress.telemetry.watchdog.records import StallReason
+from ingress.state.running import Line, StallOfLoop, StallReason, StallsIn, StallsOfLine
 
 BAD = ("DEPLOY_FAILED", "UNHEALTHY")
 LOGGED = frozenset(("errors", "held", "memory", "queue", "replica"))
 """The kinds of problems that the observer logs; the others have a log record already."""
-SILENT = "does not answer"
 FAILING = 0.05  # share of failed requests that is bad, or of clients that leave that is a remark
 HELD_S = 3.0
 """Seconds for which all slots may be held, and no call ends, while others wait."""
@@ -67,6 +63,25 @@ def _problem(
         "text": text,
         "state": state,
     }
+
+
+def add_problems(view: View, absent: Mapping[int, str]) -> None:
+    """Add the problems of a server to its view, and the states and the health that they say.
+
+    `absent` has the reason for each process that did not answer, by id.
+    """
+    applications = view["applications"]
+    problems = problems_of(absent, applications, view["replicas"], view["memory"], view["failed"])
+    deployments = [(each["name"], one) for each in applications for one in each["deployments"]]
+    for name, deployment in deployments:
+        deployment["state"] = state_of(name, deployment, problems)
+    statuses = [each["status"] for each in applications]
+    view["problems"] = problems
+    view["is_healthy"] = (
+        bool(view["workers"])
+        and all_healthy(statuses, [each["status"] for _, each in deployments])
+        and all(each["level"] != "bad" for each in problems)
+    )
 
 
 def problems_of(
@@ -318,10 +333,12 @@ def _failing(replicas: Sequence[ReplicaOfServer], failed: Sequence[Mapping[str, 
     """Return the words for each replica that fails far more of its calls than the others do."""
     found = []
     for each in replicas:
+        if each["errors"] < FEW:
+            continue
         others = [
             one for one in replicas if one is not each and one["rate"] > one["cancelled"] + LEAST
         ]
-        if each["errors"] < FEW or not others:
+        if not others:
             continue
         share, of_others = _failed_of([each]), _failed_of(others)
         if share >= FAILING and share > WORSE * of_others:

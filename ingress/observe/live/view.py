@@ -1,7 +1,7 @@
-"""The state of a server: the parts of its processes together, with the rates of the last minute.
+"""The view of a server: what all its processes have told, with the rates of the last minute.
 
-`ingress status`, `ingress top` and the page show this view. It is JSON, apart from the keys of the
-parts' counters.
+`ingress status`, `ingress top` and the page show this view. It is JSON; the keys are those that the
+page reads.
 """
 
 from __future__ import annotations
@@ -10,34 +10,122 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from time import time
+from typing import Any, TypedDict
 
 from ingress.core.base.settings import trace_url
-from ingress.observe.live.documents import (
-    ApplicationPart,
-    ApplicationView,
-    Counters,
+from ingress.observe.live.history import (
+    NO_RATES,
     Deployment,
-    DeploymentPart,
-    DeploymentView,
-    Part,
     ProcessMemory,
     Rates,
     Recent,
-    ReplicaNow,
-    ReplicaOfServer,
-    RouteView,
-    View,
+    Route,
+    of_replica,
 )
-from ingress.observe.live.history import NO_RATES, Route, of_replica
-from ingress.observe.live.problems import SILENT, all_healthy, problems_of, state_of
+from ingress.state.deployments import DeploymentSnapshot
+from ingress.state.looking import Look
+from ingress.state.running import ReplicaNow
+from ingress.state.server import merged_applications
 
-GRAVEST = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DEPLOYING", "UPDATING", "NOT_STARTED")
+SILENT = "does not answer"
 ROUTES = 500
 ENDED = 50
 
 
+class ReplicaOfServer(ReplicaNow):
+    """The calls of a replica now. `process` is the id of the server's process that it belongs to.
+
+    `rate`, `errors` and `cancelled` are the calls a second of the last minute, those that failed,
+    and those that their callers have cancelled.
+    """
+
+    process: int
+    rate: float
+    errors: float
+    cancelled: float
+
+
+class Problem(TypedDict):
+    """A problem in words; `level` is "bad" or "warn", `state` that of its deployment or "".
+
+    `kind` is one word, which stays while the text has other numbers. Source:
+    `observe/live/problems`.
+    """
+
+    level: str
+    kind: str
+    application: str
+    deployment: str
+    text: str
+    state: str
+
+
+class DeploymentView(Rates):
+    """A deployment in all processes, with its rates of the last minute.
+
+    `state` is `status`, unless a problem says more. `refused` is a rate, too. A deployment
+    `is_bounded` if its queue has a limit.
+    """
+
+    name: str
+    status: str
+    state: str
+    status_trigger: str
+    message: str
+    replica_states: dict[str, int]
+    slots: int
+    orphans: int
+    queued: int
+    ongoing: int
+    requests: int
+    refused: float
+    held_s: float
+    is_bounded: bool
+    recent: Recent
+
+
+class ApplicationView(TypedDict):
+    """An application in all processes. `docs` is the path of its documentation."""
+
+    name: str
+    route_prefix: str | None
+    docs: str | None
+    status: str
+    message: str
+    deployed_at_s: float
+    deployments: list[DeploymentView]
+
+
+class RouteView(Rates):
+    """The rates of one route."""
+
+    application: str
+    deployment: str
+    route: str
+
+
+class View(TypedDict):
+    """The state of a server."""
+
+    at: float
+    pid: int
+    url: str | None
+    workers: list[int]
+    silent: list[int]
+    span_s: float
+    is_healthy: bool
+    problems: list[Problem]
+    applications: list[ApplicationView]
+    routes: list[RouteView]
+    replicas: list[ReplicaOfServer]
+    trace_url: str
+    memory: list[ProcessMemory]
+    slowest: list[dict[str, Any]]
+    failed: list[dict[str, Any]]
+
+
 def view_of(
-    parts: Sequence[Part],
+    looks: Sequence[Look],
     absent: Mapping[int, str],
     rates: Mapping[Route, Rates],
     refused: Mapping[Deployment, float],
@@ -46,45 +134,54 @@ def view_of(
     memory: Sequence[ProcessMemory],
     url: str | None = None,
 ) -> View:
-    """Return the view of a server from the parts of its processes.
+    """Return the view of a server from the looks of its processes, without its problems.
 
-    `absent` has the reason for each process without a part, such as `SILENT`, by id.
+    `absent` has the reason for each process without a look, such as `SILENT`, by id.
     """
-    replicas = [_replica(each, part["pid"], rates) for part in parts for each in part["replicas"]]
-    applications = [
-        _application(name, parts, replicas, rates, refused, recent)
-        for name in dict.fromkeys(name for part in parts for name in part["applications"])
+    snapshots = [each.snapshot for each in looks]
+    applications: list[ApplicationView] = [
+        {
+            "name": app,
+            "status": each.status,
+            "message": each.message,
+            "route_prefix": each.route_prefix,
+            "docs": each.docs,
+            "deployed_at_s": each.deployed_at_s,
+            "deployments": [
+                _deployment(
+                    name,
+                    deployment,
+                    rates.get((app, name, ""), NO_RATES),
+                    refused.get((app, name), 0.0),
+                    recent.get((app, name), {"rate": [], "p99": []}),
+                )
+                for name, deployment in each.deployments.items()
+            ],
+        }
+        for app, each in merged_applications(snapshots).items()
     ]
-    failed = [{**each, "process": part["pid"]} for part in parts for each in part["failed"]]
-    problems = problems_of(absent, applications, replicas, memory, failed)
-    for application in applications:
-        for each in application["deployments"]:
-            each["state"] = state_of(application["name"], each, problems)
     routes: list[RouteView] = [
         {"application": app, "deployment": deployment, "route": route, **each}
         for (app, deployment, route), each in rates.items()
         if route and not route.startswith("#")
     ]
     routes.sort(key=lambda each: -each["rate"])
-    slowest = [{**each, "process": part["pid"]} for part in parts for each in part["slowest"]]
+    slowest = [{**each, "process": look.pid} for look in looks for each in look.slowest]
     slowest.sort(key=lambda each: each["stream_ms"] - each["ms"])
+    failed = [{**each, "process": look.pid} for look in looks for each in look.failed]
     failed.sort(key=lambda each: -each["at"])
-    statuses = [each["status"] for each in applications]
-    of_deployments = [one["status"] for each in applications for one in each["deployments"]]
     return {
         "at": time(),
         "pid": os.getpid(),
-        "url": url or next((part["url"] for part in parts if part["url"]), None),
-        "workers": [part["pid"] for part in parts],
+        "url": url or next((each.url for each in snapshots if each.url), None),
+        "workers": [each.pid for each in snapshots],
         "silent": [pid for pid, reason in absent.items() if reason == SILENT],
         "span_s": round(span_s, 1),
-        "is_healthy": bool(parts)
-        and all_healthy(statuses, of_deployments)
-        and all(each["level"] != "bad" for each in problems),
-        "problems": problems,
+        "is_healthy": True,
+        "problems": [],
         "applications": applications,
         "routes": routes[:ROUTES],
-        "replicas": replicas,
+        "replicas": [_replica(each, look.pid, rates) for look in looks for each in look.replicas],
         "trace_url": trace_url(),
         "memory": list(memory),
         "slowest": slowest[:ENDED],
@@ -104,80 +201,24 @@ def _replica(now: ReplicaNow, pid: int, rates: Mapping[Route, Rates]) -> Replica
     }
 
 
-def _application(
-    name: str,
-    parts: Sequence[Part],
-    replicas: Sequence[ReplicaNow],
-    rates: Mapping[Route, Rates],
-    refused: Mapping[Deployment, float],
-    recent: Mapping[Deployment, Recent],
-) -> ApplicationView:
-    found = [part["applications"][name] for part in parts if name in part["applications"]]
-    names = dict.fromkeys(each for one in found for each in one["deployments"])
-    status = _gravest(found) if len(found) == len(parts) else "DEPLOYING"
-    return {
-        "name": name,
-        "status": status,
-        "message": _joined(found),
-        "route_prefix": found[0]["route_prefix"],
-        "docs": found[0]["docs"],
-        "deployed_at_s": max(each["deployed_at_s"] for each in found),
-        "deployments": [
-            _deployment(
-                each,
-                [one["deployments"][each] for one in found if each in one["deployments"]],
-                [part["counts"][name, each] for part in parts if (name, each) in part["counts"]],
-                sum(
-                    one["slots"]
-                    for one in replicas
-                    if (one["application"], one["deployment"], one["state"])
-                    == (name, each, "RUNNING")
-                ),
-                rates.get((name, each, ""), NO_RATES),
-                refused.get((name, each), 0.0),
-                recent.get((name, each), {"rate": [], "p99": []}),
-            )
-            for each in names
-        ],
-    }
-
-
 def _deployment(
-    name: str,
-    found: Sequence[DeploymentPart],
-    counts: Sequence[Counters],
-    slots: int,
-    rates: Rates,
-    refused: float,
-    recent: Recent,
+    name: str, found: DeploymentSnapshot, rates: Rates, refused: float, recent: Recent
 ) -> DeploymentView:
-    states: Counter[str] = Counter()
-    for each in found:
-        states.update(each["replica_states"])
     return {
         "name": name,
-        "status": (status := _gravest(found)),
-        "state": status,
-        "status_trigger": found[0]["status_trigger"],
-        "message": _joined(found),
-        "replica_states": dict(states),
-        "slots": slots,
-        "orphans": sum(each["orphans"] for each in found),
-        "queued": sum(each["queued"] for each in counts),
-        "ongoing": sum(each["ongoing"] for each in counts),
-        "requests": sum(each["requests"] for each in counts),
+        "status": found.status,
+        "state": found.status,
+        "status_trigger": found.status_trigger,
+        "message": found.message,
+        "replica_states": dict(Counter(each.state for each in found.replicas)),
+        "slots": sum(each.max_ongoing for each in found.replicas if each.state == "RUNNING"),
+        "orphans": found.orphans,
+        "queued": found.queued,
+        "ongoing": found.ongoing,
+        "requests": found.requests,
         "refused": round(refused, 3),
-        "held_s": round(max((each["held_s"] for each in counts), default=0.0), 1),
-        "is_bounded": any(each["is_bounded"] for each in found),
+        "held_s": round(found.held_s, 1),
+        "is_bounded": found.is_bounded,
         **rates,
         "recent": recent,
     }
-
-
-def _gravest(found: Sequence[ApplicationPart | DeploymentPart]) -> str:
-    statuses = {each["status"] for each in found}
-    return next((each for each in GRAVEST if each in statuses), found[0]["status"])
-
-
-def _joined(found: Sequence[ApplicationPart | DeploymentPart]) -> str:
-    return "; ".join(dict.fromkeys(each["message"] for each in found if each["message"]))

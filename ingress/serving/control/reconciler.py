@@ -15,8 +15,8 @@ from contextlib import suppress
 from functools import partial
 
 from ingress.app.declaration.build import fill
+from ingress.core.base.counters import keep
 from ingress.core.base.settings import Settings
-from ingress.core.base.snapshot import keep
 from ingress.core.base.types import DeploymentID, ReplicaID, ReplicaPlace, ReplicaRank
 from ingress.core.calls.loops import mailbox_of, reserve_descriptors
 from ingress.exceptions import DeploymentUnavailableError

@@ -1,12 +1,11 @@
 """Running applications: their deployments, the replicas that each desires, and those that it has.
 
-Owned by the control loop; `status` reads them in any thread.
+Owned by the control loop; `ingress.state` reads them in any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,14 +13,8 @@ from random import random
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.config import DeploymentConfig
-from ingress.core.base.snapshot import ReplicaCounts
-from ingress.schema import (
-    ApplicationStatus,
-    ApplicationStatusOverview,
-    DeploymentStatus,
-    DeploymentStatusOverview,
-    ReplicaDetails,
-)
+from ingress.core.base.counters import ReplicaCounts
+from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.serving.control.factories import Factories
 from ingress.serving.control.plan import (
     Desired,
@@ -488,8 +481,11 @@ class RunningDeployment:
             return DeploymentStatus.HEALTHY
         return DeploymentStatus.UPSCALING if self.resized > 0 else DeploymentStatus.DOWNSCALING
 
-    def status(self, serving: RunningDeployment | None = None) -> DeploymentStatusOverview:
-        """Return the status. `serving` is the deployment to be replaced, whose router is in use."""
+    def status(self, serving: RunningDeployment | None = None) -> tuple[DeploymentStatus, str, str]:
+        """Return the status, its trigger and a message.
+
+        `serving` is the deployment to be replaced, whose router is in use.
+        """
         if serving is self:  # its replicas are replaced one after another
             serving = None
         members = [*(list(serving.members) if serving is not None else ()), *list(self.members)]
@@ -504,16 +500,8 @@ class RunningDeployment:
             status, message = DeploymentStatus.UNHEALTHY, trouble
         if self.setbacks.failed is not None:
             status, message = DeploymentStatus.DEPLOY_FAILED, self.setbacks.problem
-        router = self.router if serving is None else serving.router
-        return DeploymentStatusOverview(
-            status=status,
-            status_trigger="CONFIG_UPDATE_STARTED" if starting else "CONFIG_UPDATE_COMPLETED",
-            replica_states=dict(Counter(each.replica.state.value for each in members)),
-            message=message,
-            requests=router.num_requests,
-            queued=router.num_queued,
-            replicas=[_details(each) for each in members],
-        )
+        trigger = "CONFIG_UPDATE_STARTED" if starting else "CONFIG_UPDATE_COMPLETED"
+        return status, trigger, message
 
 
 @dataclass(eq=False, slots=True)
@@ -538,18 +526,6 @@ class RunningApplication:
         for deployment in self.deployments.values():
             deployment.previous = None
 
-    def overview(self, serving: RunningApplication | None = None) -> ApplicationStatusOverview:
-        """Return the status. `serving` is the application that serves while this one starts."""
-        older = {} if serving is None else serving.deployments
-        deployments = {name: each.status() for name, each in list(older.items())}
-        for name, each in list(self.deployments.items()):
-            deployments[name] = each.status(older.get(name))
-        unhealthy = any(each.status is DeploymentStatus.UNHEALTHY for each in deployments.values())
-        status = self.status
-        if status is ApplicationStatus.RUNNING and unhealthy:
-            status = ApplicationStatus.UNHEALTHY
-        return ApplicationStatusOverview(status, self.message, self.deployed_at_s, deployments)
-
     def condition(self, not_ready_after_s: float | None = None) -> Condition:
         """Return which deployments are unhealthy, or not ready. Thread-safe.
 
@@ -571,18 +547,3 @@ class RunningApplication:
     def graceful_shutdown_timeout_s(self) -> float:
         """The longest timeout of the application's deployments."""
         return max(each.config.graceful_shutdown_timeout_s for each in self.deployments.values())
-
-
-def _details(member: Member) -> ReplicaDetails:
-    replica = member.replica
-    return ReplicaDetails(
-        replica.replica_id.unique_id,
-        replica.state.value,
-        replica.ongoing,
-        replica.unhealthy_reason or member.stuck,
-        dict(replica.latencies),
-        replica.orphans,
-        dict(replica.stalls),
-        replica.host.counts().lanes,
-        member.failed_checks,
-    )

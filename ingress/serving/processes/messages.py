@@ -46,8 +46,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.types import Message, Scope
 
-from ingress.core.base.counters import BatchCount, Latency
-from ingress.core.base.snapshot import UserMetric
+from ingress.core.base.counters import BatchCount, Latency, UserMetric
 from ingress.core.base.types import DeploymentID, ReplicaID, ReplicaPlace, RequestMetadata
 from ingress.core.calls.tracing import SpanHeaders
 from ingress.serving.processes.frames import (

@@ -21,8 +21,7 @@ from time import monotonic
 from typing import Any, cast
 
 from ingress.context import REPLICA
-from ingress.core.base.counters import LATENCY_BUCKETS_MS, Latency, copied
-from ingress.core.base.snapshot import ReplicaCounts
+from ingress.core.base.counters import LATENCY_BUCKETS_MS, Latency, ReplicaCounts, copied
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, NO_WORK, Call
 from ingress.core.calls.compat import cancel_once
@@ -40,7 +39,7 @@ from ingress.exceptions import (
 )
 from ingress.serving.replicas.admission import HELD, LATE_S, Admission
 from ingress.serving.replicas.ended_calls import note_end
-from ingress.serving.replicas.host import Host, OwnPart, gone_error
+from ingress.serving.replicas.host import Host, HostCounts, OwnPart, gone_error
 from ingress.telemetry.logs.identity import name_records
 from ingress.telemetry.watchdog import WATCHDOG
 
@@ -458,9 +457,9 @@ class Replica:
             kind = "other"
         counts[route, kind] = counts.get((route, kind), 0) + 1
 
-    def counts(self) -> ReplicaCounts:
-        """Return a copy of the counters. Thread-safe."""
-        inside = self.host.counts()
+    def counts(self, inside: HostCounts | None = None) -> ReplicaCounts:
+        """Return a copy of the counters, with those of the host if they are known. Thread-safe."""
+        inside = inside or self.host.counts()
         counts = ReplicaCounts(
             routes=copied(self.latencies),
             stalls=copied(self.stalls),

@@ -23,7 +23,7 @@ from ingress.core.calls.loops import BorrowedLoop, EventLoopThread, run_on
 from ingress.core.execution.lane_pools import ReplicaPools
 from ingress.core.execution.lanes import lanes_of
 from ingress.core.execution.loop_executor import LoopExecutor
-from ingress.core.execution.threads import RESERVED_THREADS
+from ingress.core.execution.threads import ANYIO_RESERVE, RESERVED_THREADS
 from ingress.serving.replicas.host import HostCounts, OwnPart
 from ingress.serving.replicas.models import Models
 from ingress.serving.replicas.replica import Replica
@@ -31,8 +31,6 @@ from ingress.serving.replicas.replica_factories import UNOBSERVED, ReplicaFactor
 from ingress.serving.replicas.user_code import MakePlan, UserCode
 from ingress.telemetry.watchdog import WATCHDOG
 from ingress.telemetry.watchdog.stacks import Stack, context_of, value_in
-
-ANYIO_RESERVE = 8  # AnyIO threads, beyond one for each request
 
 
 class ThreadHost:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ingress.app.asgi import BoundApp
 from ingress.app.asgi.bad_results import explain
 from ingress.app.asgi.responses import send_stream, send_value
+from ingress.app.declaration.names import PublicMethods
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import ExecutionPlan, Kind, Role, is_generator
@@ -215,28 +216,6 @@ class UserCode:
 def _attributes(cls: type) -> set[str]:
     """Return the attributes that a class and its bases define, without those of `object`."""
     return {name for base in cls.__mro__ if base is not object for name in vars(base)}
-
-
-class PublicMethods:
-    """The names of the callables of a class or instance that do not begin with `_`, in order."""
-
-    __slots__ = ("_cls", "_own")
-
-    def __init__(self, target: Any) -> None:
-        self._cls = target if inspect.isclass(target) else type(target)
-        self._own: Mapping[str, Any] = getattr(target, "__dict__", {})
-
-    def __contains__(self, name: str) -> bool:
-        if name.startswith("_"):
-            return False
-        for base in self._cls.__mro__:  # not on its metaclass
-            if name in vars(base):
-                # Looked up on the class, so that no property of the user's runs.
-                return callable(getattr(self._cls, name, None)) or callable(self._own.get(name))
-        return callable(self._own.get(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(name for name in {*dir(self._cls), *self._own} if name in self))
 
 
 def spare_second_del(instance: Any) -> None:

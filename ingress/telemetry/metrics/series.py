@@ -5,7 +5,7 @@
     _ended         the counters of replicas that have ended, of this process or of a child
     _declared      the declarations in child processes, by each name that `/metrics` shows
 
-All are guarded by `lock`. The series of an ended replica stay, as `snapshot.keep` keeps its
+All are guarded by `lock`. The series of an ended replica stay, as `counters.keep` keeps its
 other counters, and do not count as one of the `MAX_SERIES` any more.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
 from ingress.context import ReplicaRuntime
-from ingress.core.base.snapshot import MAX_ENDED, UserMetric, UserSeries, merged_metrics
+from ingress.core.base.counters import MAX_ENDED, UserMetric, UserSeries, merged_metrics
 
 logger = logging.getLogger("ingress")
 

@@ -12,8 +12,8 @@ from types import FrameType
 from typing import Any, Self
 
 from ingress.context import REPLICA
+from ingress.core.base.counters import UserMetric, encodable
 from ingress.core.base.libraries import is_library
-from ingress.core.base.snapshot import UserMetric, encodable
 from ingress.request_context import get_request_context
 from ingress.telemetry.metrics.series import OF_REPLICA, defined, lock
 

@@ -1,10 +1,7 @@
-"""The memory of a server: how it grows, and the lines and types of objects that it grows by.
+"""The growth of a process: two looks at its objects, for `ingress memory`.
 
-    Growth       the resident memory of each process in the last hour, from a look every minute
-    memory_of    two looks at the objects of a process, for `ingress memory`
-
-A look at the growth costs a read of `/proc`. `memory_of` traces allocations meanwhile, which slows
-the process to about a third; a server that is not asked pays nothing.
+Allocations are traced meanwhile, which slows the process to about a third; a server that is not
+asked pays nothing.
 """
 
 from __future__ import annotations
@@ -14,21 +11,17 @@ import linecache
 import os
 import threading
 import tracemalloc
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
 from time import sleep
+from typing import TypedDict
 
 from ingress.core.base.libraries import is_library
 from ingress.core.base.process import process_facts
-from ingress.observe.live.documents import MemoryOfProcess, MemoryPart, ProcessMemory
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
-
-STEP_S = 60.0
-POINTS = 61
-LEAST_S = 90.0
-"""Seconds before which nothing is said about growth: a server that starts grows."""
+from ingress.state.looking import replicas_of
+from ingress.state.server import Server
 
 TOP = 10  # lines and types
 _FRAMES = 12  # of an allocation: some are those of libraries
@@ -37,61 +30,42 @@ _ASK_S = 10.0  # for the answer of a child, which imports this module first
 _looking = threading.Lock()
 
 
-@dataclass(eq=False, slots=True)
-class Growth:
-    """The resident memory of processes in the last hour, in bytes, by name. Of one thread."""
+class GrownLine(TypedDict):
+    """A line of code, and the bytes and blocks that it has allocated and that are in use."""
 
-    _points: deque[tuple[float, Mapping[str, int]]] = field(
-        default_factory=lambda: deque(maxlen=POINTS)
-    )
-
-    def add(self, at: float, found: Mapping[str, int]) -> list[ProcessMemory]:
-        """Take the memory of now, and return it with its growth by the hour.
-
-        `at` is monotonic. The growth is that since the first look at a process, or an hour ago.
-        """
-        if not self._points or at - self._points[-1][0] >= STEP_S:
-            self._points.append((at, dict(found)))
-        return [
-            {"process": name, "rss_bytes": rss, "bytes_per_h": self._by_hour(name, at, rss)}
-            for name, rss in found.items()
-        ]
-
-    def _by_hour(self, name: str, now: float, rss: int) -> float | None:
-        first = next(((at, seen[name]) for at, seen in self._points if name in seen), None)
-        # Not from the first look: imports and caches fill then.
-        if first is None or now - first[0] < LEAST_S:
-            return None
-        later = next(
-            (
-                (at, seen[name])
-                for at, seen in self._points
-                if name in seen and at - first[0] >= STEP_S
-            ),
-            first,  # it did not answer since
-        )
-        span_s = now - later[0]
-        return None if span_s < STEP_S / 2 else (rss - later[1]) / span_s * 3600.0
+    file: str
+    line: int
+    source: str
+    bytes: int
+    blocks: int
 
 
-def rss_of(name: str, replicas: Iterable[Replica]) -> dict[str, int]:
-    """Return the resident memory of this process, and of the child processes of replicas."""
-    here = os.getpid()
-    pids = {name: here} | {
-        f"{name}/{each.context.app_name}/{each.replica_id}": each.host.pid
-        for each in replicas
-        if each.host.pid not in (0, here)
-    }
-    return {name: process_facts(pid).rss_bytes for name, pid in pids.items()}
+class GrownType(TypedDict):
+    """A type, and by how many its objects have become more."""
+
+    type: str
+    objects: int
 
 
-def memory(name: str, replicas: Iterable[Replica], seconds: float) -> MemoryPart:
+class MemoryOfProcess(TypedDict):
+    """The growth of one process between two moments; `problem` says why it is not known."""
+
+    process: str
+    problem: str
+    before_bytes: int
+    after_bytes: int
+    lines: list[GrownLine]
+    types: list[GrownType]
+
+
+def memory(server: Server, seconds: float) -> list[MemoryOfProcess]:
     """Return what grows in this process and in the children of its replicas. It blocks."""
     answers = [
         (each, each.host.look(_memory_there, seconds, timeout_s=seconds + _ASK_S))
-        for each in replicas
+        for each in replicas_of(server)
         if isinstance(each.host, ProcessHost)
     ]
+    name = server.http.command_line.process
     found = [memory_of(name, seconds)]
     for replica, answer in answers:
         try:
@@ -99,7 +73,7 @@ def memory(name: str, replicas: Iterable[Replica], seconds: float) -> MemoryPart
         except Exception as error:  # it stands still, or has ended
             told = _empty(f"{name}/{replica.context.app_name}/{replica.replica_id}", repr(error))
         found.append({**told, "process": f"{name}/{told['process']}"})
-    return {"pid": os.getpid(), "processes": found}
+    return found
 
 
 def _memory_there(replica: Replica, seconds: float) -> MemoryOfProcess:

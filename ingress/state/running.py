@@ -19,25 +19,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic, time
 from types import FrameType
+from typing import TypedDict
 
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.execution.threads import WorkerPool
-from ingress.observe.live.documents import (
-    Line,
-    Loop,
-    LoopRun,
-    Named,
-    ReplicaNow,
-    RunningCall,
-    StallOfLoop,
-    StallsIn,
-    StallsOfLine,
-    ThreadRun,
-    Threads,
-)
 from ingress.serving.replicas.host import Host, OwnPart
 from ingress.serving.replicas.replica import Replica
-from ingress.telemetry.watchdog import WATCHDOG, Stall, StallReason
+from ingress.telemetry.watchdog import WATCHDOG, Stall
+from ingress.telemetry.watchdog import StallReason as StallReason
 from ingress.telemetry.watchdog.clocks import ThreadClocks
 from ingress.telemetry.watchdog.records import SPAN_S, Stalls
 from ingress.telemetry.watchdog.stacks import (
@@ -64,6 +53,132 @@ WORST = 10
 """Number of lines of a replica that are listed with their longest stall."""
 
 MINUTE_S = 60.0
+
+
+class Line(TypedDict):
+    """A line of code with its source."""
+
+    file: str
+    line: int
+    function: str
+    source: str
+
+
+class StallOfLoop(TypedDict):
+    """A stall of an event loop. `at` is Unix time."""
+
+    at: float
+    ms: float
+    reason: str
+    is_over: bool
+    method: str
+    request_ids: list[str]
+    waited: int
+    imports: str
+    line: Line | None
+    holders: list[str]
+    scarcity: str
+
+
+class StallsIn(TypedDict):
+    """The stalls at one line in some time: how often, the longest, the most that waited for one."""
+
+    times: int
+    ms: float
+    waited: int
+
+
+class StallsOfLine(StallOfLoop):
+    """The longest stall at a line in 15 minutes, and all of them in that time and in a minute."""
+
+    minute: StallsIn | None
+    quarter: StallsIn
+
+
+class Named(TypedDict):
+    """A call as a line of `ingress top` names it. `ms` is its age."""
+
+    request_id: str
+    title: str
+    ms: float | None
+
+
+class LoopRun(Named):
+    """A call that runs on an event loop."""
+
+    method: str
+    line: Line | None
+
+
+class ThreadRun(LoopRun):
+    """A call that runs in a worker thread."""
+
+    thread: str
+
+
+class Loop(TypedDict):
+    """An event loop. `busy` is its thread's share of a processor since the last look."""
+
+    thread: str
+    is_shared: bool
+    busy: float | None
+    stands_ms: float
+    runs: LoopRun | None
+
+
+class Threads(TypedDict):
+    """The worker threads of a replica, or of one lane."""
+
+    limit: int
+    alive: int
+    queued: int
+    runs: list[ThreadRun]
+
+
+class Lane(Threads):
+    """A declared lane, or "serial"; `queued` are the calls that wait for it."""
+
+    name: str
+    ongoing: int
+
+
+class Batches(TypedDict):
+    """The size and the wait that `target_latency_ms` has chosen for a function, and why."""
+
+    name: str
+    size: int
+    wait_ms: float
+    target_ms: float
+    reason: str
+
+
+class RunningCall(Named):
+    """A call of a replica, and the place where it runs or waits."""
+
+    queue_ms: float
+    where: str
+    line: Line | None
+    is_orphan: bool
+
+
+class ReplicaNow(TypedDict):
+    """The calls and threads of a replica now. `pid` is that of its child process."""
+
+    application: str
+    deployment: str
+    replica: str
+    state: str
+    pid: int | None
+    slots: int
+    ongoing: int
+    loop: Loop
+    threads: Threads
+    lanes: list[Lane]
+    batches: list[Batches]
+    calls: list[RunningCall]
+    more_calls: int
+    stalls: list[StallOfLoop]
+    worst: list[StallsOfLine]
 
 
 @dataclass(eq=False, slots=True)
@@ -251,7 +366,7 @@ class _Look:
         return {
             "request_id": call.metadata.request_id,
             "title": f"batch of {len(members)}" if members else call.title(),
-            "ms": round((self._now - call.started_at) * 1e3, 1),
+            "ms": round((self._now - call.started_at) * 1e3, 3),  # compared in `problems`
         }
 
     def _call(self, call: Call, task: asyncio.Future[None] | None) -> RunningCall:

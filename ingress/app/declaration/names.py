@@ -1,0 +1,51 @@
+"""The rules for the name and prefix of an application; and the names of a class's methods."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ingress.exceptions import RayServeException
+
+
+def check_names(name: object, prefix: object) -> None:
+    """Raise `RayServeException` or `ValueError`, with Ray's message, for invalid names."""
+    if not isinstance(name, str) or not name:
+        raise RayServeException(f"Application name must a non-empty string, got {name!r}.")
+    check_prefix(prefix)
+
+
+def check_prefix(prefix: object) -> str | None:
+    """Return a route prefix. Raises `ValueError`, with Ray's message, for an invalid one."""
+    if prefix is None:
+        return None
+    if not isinstance(prefix, str) or not prefix.startswith("/"):
+        raise ValueError(f"Invalid route_prefix {prefix!r}, must start with a forward slash ('/').")
+    if prefix != "/" and prefix.endswith("/"):
+        raise ValueError(f"Invalid route_prefix {prefix!r}, may not end with a trailing '/'.")
+    if "{" in prefix or "}" in prefix:
+        raise ValueError(f"Invalid route_prefix {prefix!r}, may not contain wildcards.")
+    return prefix
+
+
+class PublicMethods:
+    """The names of the callables of a class or instance that do not begin with `_`, in order."""
+
+    __slots__ = ("_cls", "_own")
+
+    def __init__(self, target: Any) -> None:
+        self._cls = target if inspect.isclass(target) else type(target)
+        self._own: Mapping[str, Any] = getattr(target, "__dict__", {})
+
+    def __contains__(self, name: str) -> bool:
+        if name.startswith("_"):
+            return False
+        for base in self._cls.__mro__:  # not on its metaclass
+            if name in vars(base):
+                # Looked up on the class, so that no property of the user's runs.
+                return callable(getattr(self._cls, name, None)) or callable(self._own.get(name))
+        return callable(self._own.get(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(name for name in {*dir(self._cls), *self._own} if name in self))

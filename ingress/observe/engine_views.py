@@ -1,0 +1,45 @@
+"""The views that engines start: `ingress.api` registers this module.
+
+Each is imported at its first use: a process without a listener or a recording has none of their
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ingress.observe.timeline.window import Window
+    from ingress.serving.control.factories import Instrument
+    from ingress.serving.http.admin_address import AdminOptions
+    from ingress.state.server import Server
+
+
+def listen(server: Server, options: AdminOptions, /) -> tuple[str, Callable[[], None]]:
+    """Start an admin listener with the page. Returns its URL, and a function that stops both."""
+    from ingress.observe.admin.listener import AdminListener
+    from ingress.observe.live.observer import Observer
+    from ingress.observe.live.page import routes
+    from ingress.observe.live.part import parts_of
+    from ingress.state.server import snapshot_of
+
+    observer = Observer(partial(parts_of, server))
+    listener = AdminListener(partial(snapshot_of, server), options, routes(observer))
+    observer.start()
+
+    def stop() -> None:
+        listener.stop()
+        observer.stop()
+
+    return listener.url, stop
+
+
+def record(path: str, /) -> tuple[Window, Instrument]:
+    """Start a recording to a file. Returns it, and the instrument that records."""
+    from ingress.observe.timeline import instrumentation
+    from ingress.observe.timeline.window import Window
+
+    window = Window(path)
+    return window, partial(instrumentation.record, window.recorder)
