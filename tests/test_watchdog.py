@@ -36,7 +36,7 @@ from ingress.core.base.settings import STALL_THRESHOLD_MS
 from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.core.calls.loops import EventLoopThread
 from ingress.telemetry.watchdog import WATCHDOG, Stall, StallReason
-from ingress.telemetry.watchdog.loop_probe import LoopProbe, Sample, ThreadRun
+from ingress.telemetry.watchdog.loop_probe import BusyThread, LoopProbe, Sample
 from ingress.telemetry.watchdog.records import StallLog, WorstStalls
 from ingress.telemetry.watchdog.sampler import Sampler
 from ingress.telemetry.watchdog.stacks import CodeLine, Stack, context_of
@@ -600,7 +600,7 @@ def test_a_signal_handler_of_the_users_is_kept(blocking: ModuleType) -> None:
             signal.signal(signal.SIGUSR1, previous)
 
 
-class Owner:
+class Watched:
     """A replica, as the watchdog sees it."""
 
     def __init__(self, name: str) -> None:
@@ -614,14 +614,14 @@ def test_loops_come_and_go_in_many_threads_and_one_thread_watches_them(gate: Gat
     loops = [EventLoopThread(f"loop-{number}") for number in range(4)]
 
     def come_and_go(home: EventLoopThread) -> None:
-        owner = Owner(home.name)
+        owner = Watched(home.name)
         for _ in range(50):
             WATCHDOG.watch(home.loop, owner, 0.01)
             WATCHDOG.unwatch(home.loop, owner)
 
     together(*[partial(come_and_go, home) for home in loops])
     wait_until(lambda: not watchdogs())
-    owner = Owner("last")
+    owner = Watched("last")
     loops[0].mailbox.post(WATCHDOG.watch, loops[0].loop, owner, 0.01)  # the watchdog still works
     loops[0].mailbox.post(gate.opened.wait, PATIENCE_S)
     stall = gate.open_when_noticed()
@@ -635,7 +635,7 @@ def test_loops_come_and_go_in_many_threads_and_one_thread_watches_them(gate: Gat
 
 def test_a_loop_that_is_closed_without_a_word_is_let_go_of() -> None:
     home = EventLoopThread("closed")
-    WATCHDOG.watch(home.loop, Owner("closed"), 0.01)
+    WATCHDOG.watch(home.loop, Watched("closed"), 0.01)
     assert watchdogs()
     home.stop(PATIENCE_S)
 
@@ -735,14 +735,14 @@ def test_code_of_ours_is_to_blame_only_if_it_has_run(ran_s: float) -> None:
         loop.thread_id = 1
         place = CodeLine(LoopProbe.judge.__code__.co_filename, 9, "LoopProbe.judge")
         loop.samples.append(Sample(Stack((place,), place), 1))
-        runners = [ThreadRun(ident=1, ran_s=ran_s, stack=Stack((place,), place))]
+        runners = [BusyThread(ident=1, ran_s=ran_s, stack=Stack((place,), place))]
         stall, _ = loop.judge(1.0, runners if ran_s else [])
 
     assert (stall is not None) is (ran_s > 0)
 
 
 CRUNCH = CodeLine("users.py", 1, "M.crunch")
-COMPUTED = ThreadRun(ident=1, ran_s=0.9, stack=Stack((CRUNCH,), CRUNCH, "M.crunch", is_users=True))
+COMPUTED = BusyThread(ident=1, ran_s=0.9, stack=Stack((CRUNCH,), CRUNCH, "M.crunch", is_users=True))
 
 
 @with_gil
@@ -840,13 +840,13 @@ from ingress.core.calls.call import Call
 from ingress.core.calls.loops import EventLoopThread
 from ingress.telemetry.watchdog import WATCHDOG
 from tests.servers import wait_until
-from tests.test_watchdog import Owner
+from tests.test_watchdog import Watched
 
 serve.run(model, route_prefix=None)
 child = os.fork()
 if child == 0:
     home = EventLoopThread("childs")
-    home.mailbox.post(WATCHDOG.watch, home.loop, Owner("Child"), 0.01)
+    home.mailbox.post(WATCHDOG.watch, home.loop, Watched("Child"), 0.01)
     home.mailbox.post(threading.Event().wait)
     wait_until(lambda: [stall for stall in serve.stalls() if stall.deployment == "Child"])
     print("the child's loop is watched", flush=True)

@@ -26,7 +26,7 @@ from ingress.telemetry.watchdog.clocks import (
     ThreadClocks,
     processor_wait_s,
 )
-from ingress.telemetry.watchdog.loop_probe import LoopProbe, ThreadRun
+from ingress.telemetry.watchdog.loop_probe import BusyThread, LoopProbe
 from ingress.telemetry.watchdog.records import StallLog, StallReason
 from ingress.telemetry.watchdog.stacks import Stack
 
@@ -223,7 +223,7 @@ class Sampler:
         self._conclude(loop, runners, took_s, is_over=is_over)
 
     def _conclude(
-        self, loop: LoopProbe, runners: list[ThreadRun], took_s: float, *, is_over: bool = True
+        self, loop: LoopProbe, runners: list[BusyThread], took_s: float, *, is_over: bool = True
     ) -> None:
         """Record, count and log a stall."""
         stall, best = loop.judge(took_s, runners, is_over=is_over)
@@ -265,7 +265,7 @@ class Sampler:
 
     def _runners(
         self, frames: ThreadFrames, before: dict[int, float], took_s: float
-    ) -> list[ThreadRun]:
+    ) -> list[BusyThread]:
         """Return the threads that ran user code meanwhile, the longest run first.
 
         The list is empty if all threads together did not run for long.
@@ -281,20 +281,20 @@ class Sampler:
                 continue
             is_loop = ident in loops
             if stacks.is_idle_worker(frame) or (is_loop and loops[ident].is_idle(frame)):
-                runners.append(ThreadRun(ident, ran_s, stacks.EMPTY))  # its work has ended
+                runners.append(BusyThread(ident, ran_s, stacks.EMPTY))  # its work has ended
             else:
                 stack = _read(frame)
                 if stack.is_users or is_loop:
-                    runners.append(ThreadRun(ident, ran_s, stack))
+                    runners.append(BusyThread(ident, ran_s, stack))
         return sorted(runners, key=lambda each: -each.ran_s)
 
-    def _at_work(self, frames: ThreadFrames) -> list[ThreadRun]:
+    def _at_work(self, frames: ThreadFrames) -> list[BusyThread]:
         """Return the threads that are in user code now, threads with a loop first.
 
         One of them slept with the GIL, or the system has no clocks of threads.
         """
         loops = {each.thread_id for each in self._loops}
-        found = [ThreadRun(ident, 0.0, _read(frame)) for ident, frame in frames.items()]
+        found = [BusyThread(ident, 0.0, _read(frame)) for ident, frame in frames.items()]
         return sorted(
             (each for each in found if each.stack.is_users),
             key=lambda each: each.ident not in loops,
