@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
-from ingress import engines
 from ingress._unsupported import refuse
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.app.declaration.names import check_names
@@ -20,7 +19,7 @@ from ingress.context import get_replica_context
 from ingress.core.base.ctrl_c import without_traceback
 from ingress.core.base.settings import TRACING, export
 from ingress.core.base.signals import Stopped, StopSignals
-from ingress.engines import current_engine
+from ingress.engines import current_engine, views
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from ingress.observe import engine_views
@@ -34,7 +33,7 @@ Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
 T = TypeVar("T")
 
 _LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
-engines.VIEWS = engine_views
+views.VIEWS = engine_views
 
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests
 

@@ -27,7 +27,7 @@ from ingress.core.base.options import (
     LaneLimits,
     LogAttribute,
     LogLevel,
-    Loop,
+    LoopChoice,
     NonNegativeFloat,
     NonNegativeInt,
     OngoingRequests,
@@ -240,7 +240,7 @@ class DeploymentConfig(Options):
     max_ongoing_requests: OngoingRequests = 100
     max_queued_requests: QueuedRequests = -1
     lanes: LaneLimits = Field(default_factory=dict)
-    loop: Loop | None = None
+    loop: LoopChoice | None = None
     isolation: Isolation = "thread"
     max_requests_per_replica: PositiveInt | None = None
     max_memory_mb: PositiveFloat | None = None

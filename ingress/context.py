@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ingress._unsupported import absent_member, teller
 from ingress.core.base.counters import BatchCount
-from ingress.core.base.types import Place, ReplicaID, ReplicaRank
+from ingress.core.base.types import ReplicaID, ReplicaPlace, ReplicaRank
 from ingress.core.calls.call import Call
 from ingress.core.calls.loops import running_loop
 from ingress.core.execution.execution import ExecutionPlan, Role
@@ -74,7 +74,7 @@ class ReplicaContext:
         """The number of the version of the deployment: each `serve.run` makes a new one."""
         return self._place("code_version").code_version
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> ReplicaPlace:
         if self._replica.place is None:
             raise absent_member(self, name)
         return self._replica.place
@@ -118,7 +118,7 @@ class ReplicaRuntime:
     batch_queues: dict[Any, None] = field(default_factory=dict)
     batch_choosers: dict[Any, Any] = field(default_factory=dict)
     models: Any = None
-    place: Place | None = None
+    place: ReplicaPlace | None = None
     public: ReplicaContext = field(init=False)
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ T_co = TypeVar("T_co", covariant=True, default=Any)
 R_co = TypeVar("R_co", covariant=True, default=Any)
 
 
-class Methods(Protocol):
+class UserMethods(Protocol):
     """The user code of a replica, as a call by handle sees it."""
 
     def call(
@@ -126,12 +126,12 @@ class Invocation(Work):
     kwargs: dict[str, Any]
     channel: Channel[object] | None
 
-    def __call__(self, user_code: Methods) -> Awaitable[Any]:
+    def __call__(self, user_code: UserMethods) -> Awaitable[Any]:
         if self.channel is None:
             return user_code.call(self.method, self.args, self.kwargs)
         return self._pump(user_code, self.channel)
 
-    async def _pump(self, user_code: Methods, channel: Channel[object]) -> None:
+    async def _pump(self, user_code: UserMethods, channel: Channel[object]) -> None:
         """Put the method's items into the channel."""
         async with aclosing(user_code.stream(self.method, self.args, self.kwargs)) as items:
             async for item in items:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ingress.check.checker import check_application, check_files
-from ingress.check.findings import Report
+from ingress.check.rules import Report
 from ingress.core.base.settings import Settings
 
 _EXPECTED = re.compile(r"#: ([A-Z0-9 ]+)$")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ingress.app.declaration.declaration import Application
 from ingress.context import ReplicaRuntime
-from ingress.core.base.types import DeploymentID, RequestMetadata, new_request_id
+from ingress.core.base.types import DeploymentID, ReplicaID, RequestMetadata, new_request_id
 from ingress.core.calls.call import NO_WORK, Call
 from ingress.serving.replicas.admission import Admission
 from ingress.testing import Latch
@@ -61,7 +61,14 @@ class FakeReplica:
         raise AssertionError("a fake replica has no loop")
 
     @property
+    def replica_id(self) -> ReplicaID:
+        raise AssertionError("a fake replica has no id")
+
+    @property
     def context(self) -> ReplicaRuntime:
+        raise AssertionError("a fake replica runs no user code")
+
+    def make_current(self) -> None:
         raise AssertionError("a fake replica runs no user code")
 
     def gone_error(self) -> Exception:

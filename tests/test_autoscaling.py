@@ -141,7 +141,7 @@ def test_requests_under_a_load_that_comes_and_goes_are_all_answered(switch_inter
 
 def test_auto_is_one_to_a_hundred_replicas(gate: Gate) -> None:
     serve.run(gated(gate, num_replicas="auto"), route_prefix=None)
-    scaler = local_engine().applications["default"].ingress.scaler
+    scaler = local_engine().applications["default"].ingress.using.scaler
     assert scaler is not None
     assert (scaler.config.min_replicas, scaler.config.max_replicas) == (1, 100)
     assert running("Gated") == 1
@@ -156,7 +156,7 @@ def test_the_bounds_can_be_changed_while_it_runs(gate: Gate) -> None:
     wait_until(lambda: running("Gated") == 2)
     engine.change("default", {"Gated": {"num_replicas": 3}})  # no autoscaling any more
     wait_until(lambda: running("Gated") == 3)
-    assert engine.applications["default"].ingress.scaler is None
+    assert engine.applications["default"].ingress.using.scaler is None
 
 
 # The user's own policies.

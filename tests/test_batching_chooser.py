@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ingress as serve
-from ingress.app.batching.chooser import LONGEST_S, SHARE, Chooser
+from ingress.app.batching.chooser import LONGEST_S, SHARE, SizeChooser
 from ingress.testing import Latch
 from tests.programs import ingress_run, run_ingress, write_module
 from tests.servers import bind, get, turns, wait_until
@@ -23,9 +23,9 @@ from tests.test_page import event, viewing
 SOON_MS = 1e6  # a target that no batch of a test reaches
 
 
-def taught(base_s: float, each_s: float, target_s: float = 0.05, bound: int = 1000) -> Chooser:
+def taught(base_s: float, each_s: float, target_s: float = 0.05, bound: int = 1000) -> SizeChooser:
     """Return a chooser that has seen batches as its own choice makes them, under a long queue."""
-    chooser = Chooser(target_s, bound)
+    chooser = SizeChooser(target_s, bound)
     for _ in range(20):
         size = chooser.size
         chooser.learn(size, base_s + each_s * size)
@@ -108,7 +108,7 @@ def test_a_target_that_no_batch_meets_is_said_and_nothing_starves() -> None:
 def test_no_history_gives_a_size_out_of_bounds_or_a_long_wait(
     batches: list[tuple[int, float]], bound: int
 ) -> None:
-    chooser = Chooser(0.05, bound)
+    chooser = SizeChooser(0.05, bound)
     for size, took_s in batches:
         chooser.came()
         chooser.learn(size, took_s)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ingress.check.checker import check_application, check_files
-from ingress.check.findings import Report
+from ingress.check.rules import Report
 from ingress.core.base.settings import Settings
 from tests.checking import (
     Found,

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ingress.check.checker import check_files
-from ingress.check.findings import Report
 from ingress.check.report import Format, rendered
-from ingress.check.rules import RULES
+from ingress.check.rules import RULES, Report
 from ingress.core.base.settings import Settings
 from tests.servers import ROOT, write_module
 

@@ -32,9 +32,9 @@ from ingress.cli.control_socket import (
     CommandError,
     ControlSocket,
     RunningServer,
+    _without_secrets,
     running_servers,
 )
-from ingress.cli.runtime_folder import _without_secrets
 from ingress.core.base.settings import RUNTIME_DIR
 from ingress.schema import (
     ApplicationStatus,

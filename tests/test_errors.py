@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 import ingress as serve
-from ingress.core.execution.mistakes import last_line, users_frames
-from ingress.core.execution.tracebacks import format_error
+from ingress.telemetry.mistakes import last_line, users_frames
+from ingress.telemetry.tracebacks import format_error
 from tests.containment_app import HOSTILE
 from tests.servers import (
     INGRESS,

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ingress.migrate import names
+from ingress.migrate import advice
 from ingress.migrate.rewriting import rewritten
 from tests.ray_programs import exported, random_module, unbound
 from tests.servers import ingress_run, invoke, wait_until
@@ -450,12 +450,14 @@ def test_a_wrong_argument_is_told_and_exits_with_2(tmp_path: Path, arguments: li
     assert invoke(tmp_path, "migrate", *arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("module", [each for each in PATHS if each.split(".")[1] in names.MODULES])
+@pytest.mark.parametrize("module", [each for each in PATHS if each.split(".")[1] in advice.MODULES])
 def test_the_names_of_a_public_path_are_counterparts(module: str) -> None:
     name = module.split(".")[1]
     others = {"serving_until_signal"}  # which only ingress has
 
-    assert [n for n in PATHS[module] if n not in others and names.target([name], n) != module] == []
+    assert [
+        n for n in PATHS[module] if n not in others and advice.target([name], n) != module
+    ] == []
 
 
 def test_a_migrated_file_serves(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from ingress.serving.control.plan import (
     Action,
+    ActionKind,
     Desired,
     Fact,
-    Kind,
     Observed,
     Phase,
     decide,
@@ -29,11 +29,11 @@ def actions(desired: Desired, facts: list[Fact], now: float = 0.0, **more: float
     return decide(desired, Observed(facts, **more), now)  # type: ignore[arg-type]
 
 
-START = Action(Kind.START)
+START = Action(ActionKind.START)
 
 
 def drop(*numbers: int) -> list[Action]:
-    return [Action(Kind.DROP, number) for number in numbers]
+    return [Action(ActionKind.DROP, number) for number in numbers]
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,20 @@ def drop(*numbers: int) -> list[Action]:
         (Desired(1, version=2), [Fact(0, Phase.STARTING, 1)], [*drop(0), START]),
         (Desired(1), serving(0, is_ill=True), [START]),
         (Desired(1), [*serving(0, is_ill=True), *serving(1)], drop(0)),
-        (Desired(1), serving(0, is_stuck=True), [Action(Kind.PARK, 0), START]),
+        (Desired(1), serving(0, is_stuck=True), [Action(ActionKind.PARK, 0), START]),
         (Desired(1), serving(0, is_lost=True), [*drop(0), START]),
         (Desired(1), [Fact(0, Phase.PARKED, is_stuck=True), *serving(1)], []),
-        (Desired(1), [Fact(0, Phase.PARKED), *serving(1)], [Action(Kind.RETURN, 0), *drop(1)]),
+        (
+            Desired(1),
+            [Fact(0, Phase.PARKED), *serving(1)],
+            [Action(ActionKind.RETURN, 0), *drop(1)],
+        ),
         (
             Desired(1),
             [Fact(0, Phase.PARKED, is_stuck=True), *serving(1, is_stuck=True)],
-            [Action(Kind.PARK, 1)],
+            [Action(ActionKind.PARK, 1)],
         ),
-        (Desired(2, config=1), serving(0, 1), [Action(Kind.RECONFIGURE, 0)]),
+        (Desired(2, config=1), serving(0, 1), [Action(ActionKind.RECONFIGURE, 0)]),
         (Desired(2, config=1), [Fact(0, Phase.AWAY), *serving(1)], []),
         (Desired(1), [Fact(0, Phase.STARTING), Fact(1, Phase.STARTING)], drop(1)),
         (Desired(1), [Fact(0, Phase.LEAVING)], [START]),
@@ -73,7 +77,7 @@ def drop(*numbers: int) -> list[Action]:
             [],
         ),
         (Desired(1), [Fact(0, Phase.AWAY, is_lost=True)], [*drop(0), START]),
-        (Desired(1), [Fact(0, Phase.AWAY, is_stuck=True)], [Action(Kind.PARK, 0), START]),
+        (Desired(1), [Fact(0, Phase.AWAY, is_stuck=True)], [Action(ActionKind.PARK, 0), START]),
         (Desired(1, version=1), [Fact(0, Phase.AWAY)], [START]),
         (Desired(1, version=1), [Fact(0, Phase.AWAY), *serving(1, version=1)], drop(0)),
         (Desired(1), [Fact(0, Phase.AWAY), *serving(1)], drop(0)),
@@ -157,7 +161,7 @@ class World:
         actions = decide(self.desired, observed, self.now)
         for action in actions:
             self._do(action)
-        back = sum(action.kind is Kind.RETURN for action in actions)
+        back = sum(action.kind is ActionKind.RETURN for action in actions)
         assert self._live() <= max(self.desired.count, live_before + back) + self.desired.at_once
         if self._serving() < before and not self._away():
             assert self._serving() >= self.desired.count, "replicas left that were needed"
@@ -183,10 +187,10 @@ class World:
             self.facts[number] = Fact(number, Phase.STARTING, desired.version, desired.config)
         else:
             phase = {
-                Kind.DROP: Phase.LEAVING,
-                Kind.PARK: Phase.PARKED,
-                Kind.RETURN: Phase.SERVING,
-                Kind.RECONFIGURE: Phase.AWAY,
+                ActionKind.DROP: Phase.LEAVING,
+                ActionKind.PARK: Phase.PARKED,
+                ActionKind.RETURN: Phase.SERVING,
+                ActionKind.RECONFIGURE: Phase.AWAY,
             }[action.kind]
             assert self.facts[number].phase is not Phase.LEAVING, "it leaves already"
             self.facts[number] = replace(self.facts[number], phase=phase)

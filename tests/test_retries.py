@@ -22,7 +22,6 @@ from starlette.responses import StreamingResponse
 
 import ingress as serve
 from ingress.config import RequestRouterConfig
-from ingress.context import ReplicaRuntime
 from ingress.core.base.settings import MAX_RETRIES, REQUEST_TIMEOUT_S
 from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.core.calls import retries
@@ -274,11 +273,11 @@ class NamedReplica(SlowReplica):
 
     def __init__(self, router: Router, name: str) -> None:
         super().__init__(router)
-        self._context = ReplicaRuntime(ReplicaID(name, D))
+        self._replica_id = ReplicaID(name, D)
 
     @property
-    def context(self) -> ReplicaRuntime:
-        return self._context
+    def replica_id(self) -> ReplicaID:
+        return self._replica_id
 
 
 def test_a_policy_is_asked_again_for_a_call_that_was_turned_away() -> None:

@@ -36,10 +36,10 @@ from ingress.core.base.settings import STALL_THRESHOLD_MS
 from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.core.calls.loops import EventLoopThread
 from ingress.telemetry.watchdog import WATCHDOG, Stall, StallReason
-from ingress.telemetry.watchdog.loop_probe import LoopProbe, Runner, Sample
+from ingress.telemetry.watchdog.loop_probe import BusyThread, LoopProbe, Sample
 from ingress.telemetry.watchdog.records import StallLog, WorstStalls
 from ingress.telemetry.watchdog.sampler import Sampler
-from ingress.telemetry.watchdog.stacks import Place, Stack, context_of
+from ingress.telemetry.watchdog.stacks import CodeLine, Stack, context_of
 from tests.fakes import together
 from tests.programs import INGRESS, UVICORN, environment, process, write_module
 from tests.servers import PATIENCE_S, get, overview, set_flags, wait_until, with_gil
@@ -600,7 +600,7 @@ def test_a_signal_handler_of_the_users_is_kept(blocking: ModuleType) -> None:
             signal.signal(signal.SIGUSR1, previous)
 
 
-class Owner:
+class Watched:
     """A replica, as the watchdog sees it."""
 
     def __init__(self, name: str) -> None:
@@ -614,14 +614,14 @@ def test_loops_come_and_go_in_many_threads_and_one_thread_watches_them(gate: Gat
     loops = [EventLoopThread(f"loop-{number}") for number in range(4)]
 
     def come_and_go(home: EventLoopThread) -> None:
-        owner = Owner(home.name)
+        owner = Watched(home.name)
         for _ in range(50):
             WATCHDOG.watch(home.loop, owner, 0.01)
             WATCHDOG.unwatch(home.loop, owner)
 
     together(*[partial(come_and_go, home) for home in loops])
     wait_until(lambda: not watchdogs())
-    owner = Owner("last")
+    owner = Watched("last")
     loops[0].mailbox.post(WATCHDOG.watch, loops[0].loop, owner, 0.01)  # the watchdog still works
     loops[0].mailbox.post(gate.opened.wait, PATIENCE_S)
     stall = gate.open_when_noticed()
@@ -635,7 +635,7 @@ def test_loops_come_and_go_in_many_threads_and_one_thread_watches_them(gate: Gat
 
 def test_a_loop_that_is_closed_without_a_word_is_let_go_of() -> None:
     home = EventLoopThread("closed")
-    WATCHDOG.watch(home.loop, Owner("closed"), 0.01)
+    WATCHDOG.watch(home.loop, Watched("closed"), 0.01)
     assert watchdogs()
     home.stop(PATIENCE_S)
 
@@ -679,19 +679,19 @@ def test_a_look_leaves_no_frames_to_the_garbage_collector() -> None:
         gc.enable()
 
 
-def seen(loop: LoopProbe, *places: Place | None) -> None:
+def seen(loop: LoopProbe, *places: CodeLine | None) -> None:
     """Add samples to a loop: a place in user code, or `None` for idle."""
     for number, place in enumerate(places, 1):
-        stack = Stack((), place or Place("", 0, ""), "M.m", is_users=place is not None)
+        stack = Stack((), place or CodeLine("", 0, ""), "M.m", is_users=place is not None)
         loop.samples.append(Sample(stack, number, None, is_idle=place is None))
 
 
 def test_a_loop_that_is_busy_with_nothing_in_particular_does_not_stand_still() -> None:
     with asyncio.Runner() as runner:
         loop = LoopProbe(runner.get_loop())
-        seen(loop, *(Place("users.py", number, f"M.m{number}") for number in range(5)))
+        seen(loop, *(CodeLine("users.py", number, f"M.m{number}") for number in range(5)))
         assert loop.judge(1.0, []) == (None, None)
-        seen(loop, *(Place("users.py", 7, "M.m7") for _ in range(6)))  # one more than all others
+        seen(loop, *(CodeLine("users.py", 7, "M.m7") for _ in range(6)))  # one more than all others
         stall, _ = loop.judge(1.0, [])
 
     assert stall is not None
@@ -733,16 +733,16 @@ def test_code_of_ours_is_to_blame_only_if_it_has_run(ran_s: float) -> None:
     with asyncio.Runner() as runner:
         loop = LoopProbe(runner.get_loop())
         loop.thread_id = 1
-        place = Place(LoopProbe.judge.__code__.co_filename, 9, "LoopProbe.judge")
+        place = CodeLine(LoopProbe.judge.__code__.co_filename, 9, "LoopProbe.judge")
         loop.samples.append(Sample(Stack((place,), place), 1))
-        runners = [Runner(ident=1, ran_s=ran_s, stack=Stack((place,), place))]
+        runners = [BusyThread(ident=1, ran_s=ran_s, stack=Stack((place,), place))]
         stall, _ = loop.judge(1.0, runners if ran_s else [])
 
     assert (stall is not None) is (ran_s > 0)
 
 
-CRUNCH = Place("users.py", 1, "M.crunch")
-COMPUTED = Runner(ident=1, ran_s=0.9, stack=Stack((CRUNCH,), CRUNCH, "M.crunch", is_users=True))
+CRUNCH = CodeLine("users.py", 1, "M.crunch")
+COMPUTED = BusyThread(ident=1, ran_s=0.9, stack=Stack((CRUNCH,), CRUNCH, "M.crunch", is_users=True))
 
 
 @with_gil
@@ -761,7 +761,7 @@ def test_a_waiting_loop_is_reported_only_if_another_thread_computes() -> None:
 def test_a_loop_that_lost_the_gil_in_the_middle_of_its_work_is_not_to_blame() -> None:
     with asyncio.Runner() as runner:
         loop = LoopProbe(runner.get_loop())
-        seen(loop, Place("users.py", 9, "M.innocent"))
+        seen(loop, CodeLine("users.py", 9, "M.innocent"))
         blamed, _ = loop.judge(1.0, [COMPUTED])
         loop.starved_s = 0.9
         cleared, _ = loop.judge(1.0, [COMPUTED])
@@ -840,13 +840,13 @@ from ingress.core.calls.call import Call
 from ingress.core.calls.loops import EventLoopThread
 from ingress.telemetry.watchdog import WATCHDOG
 from tests.servers import wait_until
-from tests.test_watchdog import Owner
+from tests.test_watchdog import Watched
 
 serve.run(model, route_prefix=None)
 child = os.fork()
 if child == 0:
     home = EventLoopThread("childs")
-    home.mailbox.post(WATCHDOG.watch, home.loop, Owner("Child"), 0.01)
+    home.mailbox.post(WATCHDOG.watch, home.loop, Watched("Child"), 0.01)
     home.mailbox.post(threading.Event().wait)
     wait_until(lambda: [stall for stall in serve.stalls() if stall.deployment == "Child"])
     print("the child's loop is watched", flush=True)
@@ -1021,7 +1021,7 @@ def test_a_loop_without_a_processor_is_starved_and_its_line_is_not_to_blame(tmp_
 def test_the_worst_stall_of_a_line_is_kept_with_how_often_it_stalled() -> None:
     def stall(at_s: float, ms: float, line: int = 7, waited: int = 1) -> Stall:
         names = "Loop", "app", "Api", "0", "Api.naps"
-        place = Place("users.py", line, "Api.naps")
+        place = CodeLine("users.py", line, "Api.naps")
         return Stall(at_s, ms, StallReason.BLOCKED, *names, (), place, waited)
 
     worst, now = WorstStalls(), 10_000.0
@@ -1044,7 +1044,7 @@ def test_stalls_of_several_processes_are_counted_once_each(switch_interval: None
 
     def add(number: int) -> None:
         for _ in range(200):
-            place = Place("users.py", 7, "Api.naps")
+            place = CodeLine("users.py", 7, "Api.naps")
             worst.add(Stall(10_000.0, 1.0, StallReason.BLOCKED, *names, (), place, number))
 
     together(*(partial(add, number) for number in range(4)))

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from benchmarks.apps import ours
 from ingress.core.base.settings import Settings
 from ingress.telemetry.watchdog import WATCHDOG
-from ingress.telemetry.watchdog.loop_probe import Owner
+from ingress.telemetry.watchdog.loop_probe import Watched
 
 SLICE_S = 0.05
 SETTLE_S = 0.0125
@@ -27,7 +27,7 @@ class Slices:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._begun = 0
-        self._replicas: list[tuple[asyncio.AbstractEventLoop, Owner]] = []
+        self._replicas: list[tuple[asyncio.AbstractEventLoop, Watched]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("path") == "/slice":

@@ -13,9 +13,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from ingress.check.calls import callee
-from ingress.check.sharing import Access
-from ingress.check.sources import Function, Sources, dotted, own_nodes
+from ingress.check.sharing import Unsafe
+from ingress.check.sources import Function, Sources, callee, dotted, own_nodes
 from ingress.check.state import Made, State, state_around
 
 _NEEDS_LOOP = {
@@ -52,7 +51,7 @@ _THREAD_STATE = {
 }
 
 
-def loop_uses(function: Function, sources: Sources) -> Iterator[tuple[Access, str]]:
+def loop_uses(function: Function, sources: Sources) -> Iterator[tuple[Unsafe, str]]:
     """Yield the uses of an event loop in a `def` that will run in a thread, with descriptions."""
     state = state_around(function.file, function.cls, sources)
     # In a `try` that catches `RuntimeError` the code is ready for no loop.
@@ -70,10 +69,10 @@ def loop_uses(function: Function, sources: Sources) -> Iterator[tuple[Access, st
             and node not in ready
             and (used := _loop_use(node, function, sources, state))
         ):
-            yield Access("IG103", node, ""), used
+            yield Unsafe("IG103", node, ""), used
 
 
-def awaitables(function: Function, sources: Sources) -> Iterator[tuple[Access, str]]:
+def awaitables(function: Function, sources: Sources) -> Iterator[tuple[Unsafe, str]]:
     """Yield the `return`s of awaitables in a `def`, with their names."""
     for node in own_nodes(function.node):
         if not isinstance(node, ast.Return) or not isinstance(node.value, ast.Call):
@@ -81,14 +80,14 @@ def awaitables(function: Function, sources: Sources) -> Iterator[tuple[Access, s
         target = callee(node.value, function, sources)
         name = sources.full_name(node.value.func, function.file)
         if target is not None and target.is_async and not target.is_generator:
-            yield Access("IG105", node, ""), f"`{target.name}`"
+            yield Unsafe("IG105", node, ""), f"`{target.name}`"
         elif name in _AWAITABLES:
-            yield Access("IG105", node, ""), f"`{name}`"
+            yield Unsafe("IG105", node, ""), f"`{name}`"
 
 
 def affine_objects(
     constructor: Function, users: Iterable[Function], sources: Sources
-) -> Iterator[tuple[Access, str]]:
+) -> Iterator[tuple[Unsafe, str]]:
     """Yield the thread-affine objects that a constructor makes and `users` use, described."""
     users = list(users)
     for made in state_around(constructor.file, constructor.cls, sources).made:
@@ -96,12 +95,15 @@ def affine_objects(
         user = next((each for each in users if _uses(each, made.place)), None)
         if found is not None and user is not None:
             where, what = found
-            yield Access("IG106", where, made.place), f"makes {what} that {user.name} uses"
+            yield Unsafe("IG106", where, made.place), f"makes {what} that {user.name} uses"
     for node in own_nodes(constructor.node):
         if isinstance(node, ast.Call) and users:
             name = sources.full_name(node.func, constructor.file)
             if name in _THREAD_STATE:
-                yield Access("IG106", node, ""), f"sets {_THREAD_STATE[name]}, which is per thread,"
+                yield (
+                    Unsafe("IG106", node, ""),
+                    f"sets {_THREAD_STATE[name]}, which is per thread,",
+                )
 
 
 def _loop_use(node: ast.Call, function: Function, sources: Sources, state: State) -> str:

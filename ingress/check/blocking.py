@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from ingress.app.declaration.assignments import shown
-from ingress.check.calls import Call, calls_of
-from ingress.check.findings import CheckError, Finding, rule_of
-from ingress.check.sources import Function, SourceFile, Sources, own_nodes
+from ingress.check.rules import CheckError, Finding, rule_of
+from ingress.check.sources import CallSite, Function, SourceFile, Sources, calls_of, own_nodes
 from ingress.check.subjects import Subject
 from ingress.core.base.settings import SYNC_IN_THREADPOOL
 from ingress.core.execution.execution import Role
@@ -37,7 +36,7 @@ class OnLoop:
 
     function: Function
     subject: Subject | None = None
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallSite, ...] = ()
 
     def __str__(self) -> str:
         name = self.function.name

@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ingress.app.declaration.build import BuiltDeployment
-from ingress.check.calls import calls_of
-from ingress.check.findings import Finding
-from ingress.check.rules import RULES
-from ingress.check.sharing import Access, accesses, locked_nodes
-from ingress.check.sources import AnyDef, Function, Sources
+from ingress.check.rules import RULES, Finding
+from ingress.check.sharing import Unsafe, accesses, locked_nodes
+from ingress.check.sources import AnyDef, Function, Sources, calls_of
 from ingress.check.subjects import Subject, subjects_of
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.core.execution.execution import ExecutionMode
@@ -32,7 +30,7 @@ _RACES = {
 class _Change:
     """An unsafe access in a function that a deployment runs."""
 
-    access: Access
+    access: Unsafe
     function: Function
     caller: str
     built: BuiltDeployment
@@ -114,7 +112,7 @@ def where(subject: Subject) -> str:
 
 
 def found(
-    access: Access, function: Function, names: tuple[str, ...], message: str
+    access: Unsafe, function: Function, names: tuple[str, ...], message: str
 ) -> Iterator[Finding]:
     """Yield the finding unless a `# noqa` on its line or its statement's last suppresses it."""
     node = access.node

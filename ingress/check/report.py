@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from ingress.app.declaration.assignments import shown
-from ingress.check.findings import Finding, Report
+from ingress.check.rules import Finding, Report
 
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 

@@ -1,14 +1,15 @@
-"""The rules: ids, titles and fixes.
+"""The rules, with their ids, titles and fixes; the findings of a check, and its report.
 
     ASYNC2xx   ruff's: a call that blocks the event loop
     IG1xx      ingress's: code that is not safe in a thread, or on the loop of another replica
 
-Each has a page of its own in docs/rules/.
+Each rule has a page of its own in docs/rules/.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +120,62 @@ RULES = {
         ),
     )
 }
+
+
+UNKNOWN_FIX = "move the call to a thread: await asyncio.to_thread(...)"
+
+
+class CheckError(RuntimeError):
+    """The check failed; the message says how to fix that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line that breaks a rule. `line` and `column` count from 1.
+
+    `functions` are those that reach the line, as `Class.method`. `fix` is for this finding, "" for
+    the rule's.
+    """
+
+    rule: Rule
+    path: Path
+    line: int
+    column: int
+    message: str
+    functions: tuple[str, ...] = ()
+    fix: str = ""
+
+    @property
+    def advice(self) -> str:
+        return self.fix or self.rule.fix
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        return (str(self.path), self.line, self.column, self.rule.id)
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of a check.
+
+    `notes` list the checked functions and files. `failure` is the reason why the report is
+    incomplete.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failure: str = ""
+
+    def add(self, findings: list[Finding]) -> None:
+        """Add the new findings, in the order of files and lines."""
+        known = {finding.key for finding in self.findings}
+        for finding in findings:
+            if finding.key not in known:
+                known.add(finding.key)
+                self.findings.append(finding)
+        self.findings.sort(key=lambda finding: finding.key)
+
+
+def rule_of(rule_id: str, title: str) -> Rule:
+    """Return the rule, or one made from the title for an unknown rule of a newer ruff."""
+    return RULES.get(rule_id) or Rule(rule_id, title, UNKNOWN_FIX)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ingress.app.declaration.assignments import targets_of
-from ingress.check.calls import parameters
-from ingress.check.sources import AnyDef, Function, Sources, names_in
+from ingress.check.sources import AnyDef, Function, Sources, names_in, parameters
 from ingress.check.state import State, state_around
 
 MUTATORS = {
@@ -29,7 +28,7 @@ _LOOKUP_ERRORS = {"AttributeError", "IndexError", "KeyError", "LookupError"}
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class Unsafe:
     """An unsafe access. `place` is the shared state: `self.cache` for `self.cache[key]`."""
 
     rule_id: str
@@ -37,7 +36,7 @@ class Access:
     place: str
 
 
-def accesses(function: Function, sources: Sources) -> Iterator[Access]:
+def accesses(function: Function, sources: Sources) -> Iterator[Unsafe]:
     """Yield the unsafe accesses in a function that several threads run at once, in its order."""
     if _is_synchronized(function, sources):
         return
@@ -84,7 +83,7 @@ class _Walk:
         self._locals = local_names(function)
         self._copies: dict[str, set[str]] = {}
 
-    def unsafe(self, statements: list[ast.stmt]) -> Iterator[Access]:
+    def unsafe(self, statements: list[ast.stmt]) -> Iterator[Unsafe]:
         """Yield the unsafe accesses in a block. After a `lock.acquire()` its rest is safe."""
         checked: set[str] = set()
         for statement in statements:
@@ -99,7 +98,7 @@ class _Walk:
             elif isinstance(statement, ast.Try):
                 checked |= self._looked_up(statement)
 
-    def _statement(self, statement: ast.stmt) -> Iterator[Access]:
+    def _statement(self, statement: ast.stmt) -> Iterator[Unsafe]:
         if isinstance(statement, AnyDef | ast.ClassDef) or self._state.is_locked(statement):
             return
         if isinstance(statement, ast.If | ast.While):
@@ -113,11 +112,11 @@ class _Walk:
         for block in _blocks(statement):
             yield from self.unsafe(block)
 
-    def _rewrites(self, statement: ast.stmt) -> Iterator[Access]:
+    def _rewrites(self, statement: ast.stmt) -> Iterator[Unsafe]:
         """Yield the statement if it writes a place that it, or a local variable in it, has read."""
         if isinstance(statement, ast.AugAssign):
             if place := self._place(statement.target):
-                yield Access("IG101", statement, place)
+                yield Unsafe("IG101", statement, place)
             return
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
             return
@@ -126,7 +125,7 @@ class _Walk:
             if isinstance(target, ast.Name) and target.id in self._locals:
                 self._copies[target.id] = read  # a local variable is a copy of these places
             elif (place := self._place(target)) and place in read:
-                yield Access("IG101", statement, place)
+                yield Unsafe("IG101", statement, place)
 
     def _tested(self, expression: ast.expr) -> set[str]:
         """Return the shared places that an expression reads, itself or by local variables."""
@@ -150,13 +149,13 @@ class _Walk:
             if (place := self._place(node))
         }
 
-    def _acts(self, statements: Iterable[ast.stmt], place: str) -> Iterator[Access]:
+    def _acts(self, statements: Iterable[ast.stmt], place: str) -> Iterator[Unsafe]:
         """Yield the first act of the statements on a place that is not under a lock."""
         for statement in statements:
             for node in _unlocked(statement, self._state):
                 if self._is_act(node) and self._place(_target(node)) == place:
                     assert isinstance(node, ast.expr)  # for types
-                    yield Access("IG102", node, place)
+                    yield Unsafe("IG102", node, place)
                     return
 
     def _is_act(self, node: ast.AST) -> bool:

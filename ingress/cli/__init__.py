@@ -1,9 +1,23 @@
 """The command line: `ingress run`, `build`, `explain`, `check`, `migrate`, `new` and others.
 
-    commands     the commands and their options; start here
-    run_options  the options of `run`, in one table; run_command hands them on
-    serving      the work of `run`; worker, workers: its processes
-    target, terminal, trace_command
+Commands, each the function of a command line:
+
+    commands         the commands and their options; start here
+    run_command      the options of `run`, in the table of run_options; run_file: from a file
+    run              the work of `run`
+    *_command        one command each; cluster_commands: those for Ray
+    target, terminal the application that a command is for, and its output
+
+The supervisor, with `ingress run --workers`:
+
+    workers          the processes and their supervisor; worker_process: one, as it sees it
+    worker           the work of one process; reloading, replacing: of the file, of a server
+
+The control channel to a running server:
+
+    control_commands the commands; following: their progress
+    control_socket   the socket and its answers
+    server_commands  the answers of one process; worker_commands: of all workers
 
 It may import every other folder; no folder imports it.
 """

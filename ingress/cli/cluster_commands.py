@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ingress.cli.serving import read_settings
+from ingress.cli.run import read_settings
 from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json
 from ingress.core.base.settings import RAY_ADDRESS
@@ -23,7 +23,7 @@ from ingress.telemetry.logs.formats import tame
 if TYPE_CHECKING:
     from ingress.engines.ray.engine import RayEngine
 
-Address = Annotated[
+AddressOption = Annotated[
     str | None,
     typer.Option(
         "--address",
@@ -35,7 +35,7 @@ Address = Annotated[
 
 
 def status(
-    address: Address = None,
+    address: AddressOption = None,
     as_json: AsJSON = False,
 ) -> None:
     """Print the applications of a Ray cluster, their deployers, and what replicas wait for.
@@ -90,7 +90,7 @@ def _show(
 
 
 def delete(
-    name: Annotated[str, typer.Argument(help="The application.")], address: Address = None
+    name: Annotated[str, typer.Argument(help="The application.")], address: AddressOption = None
 ) -> None:
     """Delete an application from a Ray cluster, also one that another process deployed.
 

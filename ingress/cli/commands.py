@@ -20,29 +20,28 @@ import typer
 
 from ingress import __version__
 from ingress.app.config_file.loading import is_config_file
-from ingress.check.findings import CheckError, Report
 from ingress.check.report import Format, rendered
-from ingress.cli.build_command import build_command
+from ingress.check.rules import CheckError, Report
 from ingress.cli.cluster_commands import delete
-from ingress.cli.config_command import RUN_OPTIONS
-from ingress.cli.config_command import config as config_command
 from ingress.cli.control_commands import memory, reload, scale, status, stop
+from ingress.cli.file_commands import RUN_OPTIONS, build_command
+from ingress.cli.file_commands import config as config_command
 from ingress.cli.migrate_command import migrate as migrate_command
 from ingress.cli.new_command import new as new_command
+from ingress.cli.run import budget_for, read_settings, start_again_if_needed
 from ingress.cli.run_command import run
-from ingress.cli.serving import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import (
     AppDir,
     AsJSON,
     FileOrTarget,
-    Target,
+    TargetArgument,
     load,
     load_each,
     note_json,
     refusal,
     refusing,
 )
-from ingress.cli.terminal import LOGGING, Output, console, write
+from ingress.cli.terminal import LOGGING, OutputOption, console, write
 from ingress.cli.top_command import top
 from ingress.cli.trace_command import TraceError, traced
 from ingress.core.base import gil
@@ -96,7 +95,7 @@ def openapi(
         str | None,
         typer.Option(help="The application of a file with several.", show_default=False),
     ] = None,
-    output: Output = None,
+    output: OutputOption = None,
     app_dir: AppDir = Path("."),
 ) -> None:
     """Write the OpenAPI schema of an application, without starting it."""
@@ -206,7 +205,7 @@ def check(
 
 @app.command()
 def trace(
-    target: Target,
+    target: TargetArgument,
     requests: Annotated[
         list[str] | None,
         typer.Argument(

@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from ingress.cli import cluster_commands, status_tables
-from ingress.cli.cluster_commands import Address
+from ingress.cli.cluster_commands import AddressOption
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.following import TIMEOUT_S, Following, Timeout, Wait
+from ingress.cli.run import read_settings
 from ingress.cli.server_commands import MOST_MEMORY_S
-from ingress.cli.serving import read_settings
 from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed
 
@@ -34,7 +34,7 @@ Pid = Annotated[
 
 
 def status(
-    name: Name = None, pid: Pid = None, address: Address = None, as_json: AsJSON = False
+    name: Name = None, pid: Pid = None, address: AddressOption = None, as_json: AsJSON = False
 ) -> None:
     """Print the applications that run on this machine, or on a Ray cluster, and what is wrong.
 

@@ -14,7 +14,7 @@ import typer
 from ingress.app.declaration.assignments import shown
 from ingress.cli.target import AsJSON, refusal
 from ingress.migrate import files
-from ingress.migrate.rewriting import Finding, rewritten
+from ingress.migrate.rewriting import ManualFix, rewritten
 
 _NOTEBOOK = "name a .py file that `jupyter nbconvert --to script` makes of it, and copy its changes"
 
@@ -24,7 +24,7 @@ class _Result:
     """The result of one file. `failure` says why it was left alone."""
 
     path: str
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ManualFix] = field(default_factory=list)
     diff: str = ""
     line: int = 1
     failure: str = ""

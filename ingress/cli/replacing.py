@@ -25,10 +25,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ingress.cli.control_socket import (
-    Answer,
     Command,
     CommandError,
     RunningServer,
+    SocketsAnswer,
     running_servers,
 )
 from ingress.cli.sd_notify import notify
@@ -148,13 +148,13 @@ class Handover:
     def table(self) -> dict[str, Command]:
         return {"replace": self.replace, "retire": self.retire}
 
-    def replace(self, arguments: Mapping[str, Any]) -> Answer:
+    def replace(self, arguments: Mapping[str, Any]) -> SocketsAnswer:
         """Hand out copies of the listening sockets."""
         self._check()
         found = self._sockets()
         name = found[0].getsockname() if found else None
         path = name if isinstance(name, str) and name and not name.startswith("\0") else None
-        return Answer({"uds": path}, [each.fileno() for each in found])
+        return SocketsAnswer({"uds": path}, [each.fileno() for each in found])
 
     def retire(self, arguments: Mapping[str, Any]) -> list[str]:
         """Let another process serve the sockets; end with the last open connection."""

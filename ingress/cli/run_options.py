@@ -18,7 +18,7 @@ import typer
 from ingress.cli.target import AppDir, FileOrTarget
 
 
-class LogLevel(StrEnum):
+class LogLevelName(StrEnum):
     CRITICAL = "critical"
     ERROR = "error"
     WARNING = "warning"
@@ -184,7 +184,7 @@ class RunOptions:
         str | None, _option(_TLS, metavar="LIST", help="Ciphers, as OpenSSL names them."), UVICORN
     ] = None
     log_level: Annotated[
-        LogLevel | None,
+        LogLevelName | None,
         _option(
             _LOGS,
             help="Least level of the loggers `ingress` and `uvicorn`."

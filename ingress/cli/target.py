@@ -21,7 +21,7 @@ from ingress.app.declaration import module_app
 from ingress.app.declaration.declaration import Application
 from ingress.app.declaration.module_app import NotAnApplication
 from ingress.core.base.ctrl_c import INTERRUPTED, was_pressed
-from ingress.core.execution.mistakes import NEEDS_MULTIPART, format_mistake, place_of
+from ingress.telemetry.mistakes import NEEDS_MULTIPART, format_mistake, place_of
 
 FileOrTarget = Annotated[
     str,
@@ -30,7 +30,7 @@ FileOrTarget = Annotated[
         help="The bound application, such as main:hello, or a file, such as serve.yaml.",
     ),
 ]
-Target = Annotated[
+TargetArgument = Annotated[
     str, typer.Argument(metavar="MODULE:APP", help="The bound application, such as main:hello.")
 ]
 AppDir = Annotated[
@@ -60,7 +60,7 @@ def load(target: str, app_dir: Path, *, is_factory: bool = False) -> Application
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedApp:
     """An application with its name and its module."""
 
     name: str
@@ -68,20 +68,22 @@ class Named:
     application: Application
 
 
-def load_each(target: str, app_dir: Path) -> list[Named]:
+def load_each(target: str, app_dir: Path) -> list[NamedApp]:
     """Import the application `MODULE:APP`, or those of a file, with its variables and its folder.
 
     Ends the program if there is none, or on an error.
     """
     if not is_config_file(target):
-        return [Named("default", target.partition(":")[0], load(target, app_dir))]
+        return [NamedApp("default", target.partition(":")[0], load(target, app_dir))]
     file = read_file(Path(target).absolute())
     app_dir = app_dir.absolute()  # the file may have another folder
     with refusing(ConfigFileError):
         file.prepare()
     with reporting_mistakes(target):
         return [
-            Named(each.config.name, target_of(each.config)[0].partition(":")[0], each.application)
+            NamedApp(
+                each.config.name, target_of(each.config)[0].partition(":")[0], each.application
+            )
             for each in file.load_all(app_dir)
         ]
 

@@ -29,7 +29,7 @@ from ingress.schema import ServeStatus
 from ingress.telemetry.logs.formats import tame
 from ingress.telemetry.logs.handlers import AccessPrinter, Printer
 
-Output = Annotated[
+OutputOption = Annotated[
     Path | None,
     typer.Option(
         "--output", "-o", help="Write to this file.  [default: standard output]", dir_okay=False

@@ -53,7 +53,6 @@ from ingress.core.base.settings import Settings
 from ingress.core.base.signals import stop_signals
 from ingress.core.base.standard_streams import make_lossy
 from ingress.core.calls.loops import run_blocking
-from ingress.core.execution.mistakes import format_mistake
 from ingress.engines import local_engine
 from ingress.engines.combined_app import CombinedApp
 from ingress.engines.hosting import host_as
@@ -66,6 +65,7 @@ from ingress.serving.http.shared_port import SharedPort
 from ingress.serving.http.uvicorn_server import UvicornServer
 from ingress.state.server import Snapshot
 from ingress.telemetry.logs.process import ProcessLogs
+from ingress.telemetry.mistakes import format_mistake
 
 BEAT_S = 1.0
 SLACK_S = 0.5  # a heartbeat that is a little early pushes a snapshot too

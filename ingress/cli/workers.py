@@ -49,16 +49,16 @@ info = logging.getLogger("ingress").info  # uvicorn's logger has the level WARNI
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedWorkers:
     """The counters of the workers that have ended, and their pids. Replaced as a whole."""
 
     snapshot: Snapshot | None = None
     pids: tuple[int, ...] = ()
 
-    def with_worker(self, pid: int, last: Snapshot | None) -> Ended:
+    def with_worker(self, pid: int, last: Snapshot | None) -> EndedWorkers:
         """Return these with another worker's."""
         snapshot = self.snapshot if last is None else both_kept(self.snapshot, last)
-        return Ended(snapshot, (*self.pids[-MAX_PIDS:], pid))
+        return EndedWorkers(snapshot, (*self.pids[-MAX_PIDS:], pid))
 
 
 class Supervisor:
@@ -95,7 +95,7 @@ class Supervisor:
         self._old: list[WorkerProcess] = []  # the workers that `_rolling` has yet to replace
         self._newcomer: WorkerProcess | None = None
         self._leaving: WorkerProcess | None = None
-        self.ended = Ended()
+        self.ended = EndedWorkers()
 
     def run(self) -> int:
         """Return the exit code: 0 if a signal stopped it, 3 if its workers cannot serve."""

@@ -12,6 +12,7 @@ Each of them runs only a few lines between two waits, so none waits for another 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -22,16 +23,22 @@ from ingress.config import DeploymentConfig
 from ingress.core.base.gc_freeze import SettledObjects
 from ingress.core.base.types import DeploymentID
 from ingress.engines.engine_http import EngineHTTP
-from ingress.engines.progress import tell_while_starting
 from ingress.exceptions import RayServeException
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.changes import Change
 from ingress.serving.control.controller import Controller
+from ingress.serving.control.health import place_of_start
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.proxy import RouteTable
 from ingress.serving.replicas.router import Router
 from ingress.state.applications import ApplicationSnapshot, FailedStart, application_snapshot
 from ingress.telemetry.logs.options import LOGS
+from ingress.telemetry.watchdog.stacks import NOWHERE
+
+logger = logging.getLogger("ingress")
+
+STILL_STARTING_S = 10.0
+_NAMED = 8  # replicas, in a record about a start
 
 CLOSED = "it was closed while it started"
 FAILED = "it failed to start"
@@ -434,3 +441,31 @@ def _refuse_prefix(new: RunningApplication, other: RunningApplication | FailedSt
             f'Prefix {new.route_prefix} is being used by application "{other.name}". '
             f'Failed to deploy application "{new.name}". Give it another route_prefix.'
         )
+
+
+async def tell_while_starting(application: RunningApplication) -> None:
+    """Log the unfinished constructors after `STILL_STARTING_S`, then each time that doubles."""
+    passed_s, next_s = 0.0, STILL_STARTING_S
+    while True:
+        await asyncio.sleep(next_s - passed_s)
+        passed_s, next_s = next_s, 2 * next_s
+        logger.warning(
+            "application '%s' is still starting after %.0f s: %s",
+            application.name,
+            passed_s,
+            constructing(application),
+        )
+
+
+def constructing(application: RunningApplication) -> str:
+    """Return the replicas that have not started, and the current lines of their constructors."""
+    replicas = [replica for each in application.deployments.values() for replica in each.starting]
+    texts = []
+    for replica in replicas[:_NAMED]:
+        place = place_of_start(replica)
+        where = "" if place is NOWHERE else f" at {place}"
+        texts.append(f"{replica.replica_id}{where}")
+    if len(replicas) > _NAMED:
+        texts.append(f"and {len(replicas) - _NAMED} more")
+    nothing = "none of its replicas has begun; an application that it replaces ends first"
+    return ", ".join(texts) or nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from ingress.core.base.types import DeploymentID
-from ingress.engines import use_only
+from ingress.engines.current import use_only
 from ingress.handle import DeploymentHandle, directory_here
 from ingress.serving.processes import child
 

@@ -14,9 +14,9 @@ from time import monotonic
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.core.execution.mistakes import format_failed_start
-from ingress.engines.hosting import UvicornServer, leave_with, must_stop, uvicorn_server
+from ingress.engines.hosting import StoppingServer, leave_with, must_stop, uvicorn_server
 from ingress.engines.local import LocalEngine
+from ingress.telemetry.mistakes import format_failed_start
 from ingress.telemetry.watchdog import WATCHDOG
 
 
@@ -65,7 +65,7 @@ class CombinedApp:
                 watching.cancel()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _stop_with(self, server: UvicornServer) -> None:
+    async def _stop_with(self, server: StoppingServer) -> None:
         """Wait until uvicorn must stop, then end the starts and begin to drain."""
         await must_stop(server)
         engine = self._engine

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ingress import engines
 from ingress.core.base.settings import ADMIN, admin_settings
+from ingress.engines import views
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.state.server import Server
 
@@ -33,7 +33,7 @@ class EngineAdmin:
         """
         if self._stop is not None or options is None or options.is_off:
             return
-        self.url, self._stop = engines.VIEWS.listen(server, options)
+        self.url, self._stop = views.VIEWS.listen(server, options)
         # Under uvicorn's own command only uvicorn's loggers print at this level.
         servers = logging.getLogger("uvicorn.error")
         told = logger if logger.isEnabledFor(logging.INFO) else servers

@@ -29,14 +29,14 @@ from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
 from ingress.context import AppLifespan
 from ingress.core.calls.loops import Wakeup, asyncio_loop, run_on, start_on
-from ingress.core.execution.mistakes import format_failed_start
-from ingress.engines import local_engine
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
+from ingress.engines.current import local_engine
 from ingress.engines.local import LocalEngine
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.leaving import close_after_answers, is_listening
 from ingress.serving.http.proxy import HTTPProxy, RouteTable
+from ingress.telemetry.mistakes import format_failed_start
 from ingress.telemetry.watchdog import WATCHDOG
 
 # Period of the check whether uvicorn must stop, the same as uvicorn's own; and the time that
@@ -166,7 +166,7 @@ class Hosted:
             if watching is not None:
                 watching.cancel()
 
-    async def _stop_with(self, server: UvicornServer) -> None:
+    async def _stop_with(self, server: StoppingServer) -> None:
         """Wait until uvicorn must stop, then end a start or begin to drain.
 
         Otherwise uvicorn would wait for the start.
@@ -320,19 +320,19 @@ async def _lifespan(hosted: Hosted, scope: Scope, receive: Receive, send: Send) 
     await send({"type": "lifespan.shutdown.complete"})
 
 
-class UvicornServer(Protocol):
+class StoppingServer(Protocol):
     """The part of uvicorn's server that says that it has a signal."""
 
     should_exit: bool
 
 
-async def must_stop(server: UvicornServer) -> None:
+async def must_stop(server: StoppingServer) -> None:
     """Wait until uvicorn must stop."""
     while not server.should_exit:  # noqa: ASYNC110
         await asyncio.sleep(TICK_S)
 
 
-async def leave_with(server: UvicornServer, proxy: HTTPProxy, drain_delay_s: float) -> None:
+async def leave_with(server: StoppingServer, proxy: HTTPProxy, drain_delay_s: float) -> None:
     """Make clients connect elsewhere, from the moment in which uvicorn does not listen.
 
     A worker of `ingress run` listens for `drain_delay_s` more.
@@ -347,7 +347,7 @@ async def leave_with(server: UvicornServer, proxy: HTTPProxy, drain_delay_s: flo
     await asyncio.sleep(TICK_S)
 
 
-def uvicorn_server() -> UvicornServer | None:
+def uvicorn_server() -> StoppingServer | None:
     """Return the uvicorn server that gets this process's signals, or `None` for any other server.
 
     ASGI does not offer this. As of 0.29 uvicorn's signal handler is a method of its server.

@@ -6,8 +6,7 @@
     hidden      the uses of a name that are not the name
     bindings    the names of a file that mean Ray, by scope
     keywords    the options of a call that have no effect here
-    names       the counterparts of Ray Serve's names
-    advice      the sentences for names without a counterpart
+    advice      the counterparts of Ray Serve's names, and the sentences for names without one
 
 Only the command line imports it. The files are parsed, never imported.
 """

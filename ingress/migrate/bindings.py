@@ -9,7 +9,6 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-Expression = ast.Name | ast.Attribute
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 

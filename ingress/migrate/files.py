@@ -22,7 +22,7 @@ _NAME = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FileText:
     """The text of a file, with its own line ends, and the encoding that it had."""
 
     path: Path
@@ -81,13 +81,13 @@ def _decoded(data: bytes) -> tuple[str, str]:
     return data.decode(encoding), encoding
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> FileText:
     """Read a file in its encoding. Raises `OSError`, and `SyntaxError` or `ValueError`."""
     data = path.read_bytes()
     text, encoding = _decoded(data)
     if text.encode(encoding) != data:
         raise ValueError(f"its bytes are not those that {encoding} gives; leave it to an editor")
-    return Source(path, text, encoding)
+    return FileText(path, text, encoding)
 
 
 def shared_names(paths: Iterable[Path]) -> set[str]:

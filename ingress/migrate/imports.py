@@ -14,7 +14,7 @@ SERVE = "ray.serve -> ingress"
 
 
 @dataclass(slots=True)
-class Item:
+class ImportedName:
     """One name of the statement: the module to import it from, and the comments at it."""
 
     text: str
@@ -28,12 +28,12 @@ class Item:
         return bool(self.before or self.after)
 
 
-def items_of(node: ast.ImportFrom, segment: str, modules: Sequence[str]) -> list[Item]:
+def items_of(node: ast.ImportFrom, segment: str, modules: Sequence[str]) -> list[ImportedName]:
     """Return the names of a statement, each with its module from `modules`."""
     items = []
     for alias, module in zip(node.names, modules, strict=True):
         text = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
-        items.append(Item(text, alias.asname or alias.name, module))
+        items.append(ImportedName(text, alias.asname or alias.name, module))
     lines = [alias.lineno - node.lineno + 1 for alias in node.names]
     for token in tokenize.generate_tokens(io.StringIO(segment).readline):
         if token.type == tokenize.COMMENT:
@@ -48,9 +48,9 @@ def items_of(node: ast.ImportFrom, segment: str, modules: Sequence[str]) -> list
     return items
 
 
-def written(items: list[Item], indent: str, newline: str) -> str:
+def written(items: list[ImportedName], indent: str, newline: str) -> str:
     """Return a statement for each module, in the order of their first names."""
-    groups: dict[str, list[Item]] = {}
+    groups: dict[str, list[ImportedName]] = {}
     for item in items:
         groups.setdefault(item.module, []).append(item)
     lines: list[str] = []
@@ -59,7 +59,7 @@ def written(items: list[Item], indent: str, newline: str) -> str:
     return f"{newline}{indent}".join(lines)
 
 
-def _serve(members: list[Item]) -> list[str]:
+def _serve(members: list[ImportedName]) -> list[str]:
     lines = []
     for each in members:
         after = f"  {each.after}" if each.after else ""
@@ -67,7 +67,7 @@ def _serve(members: list[Item]) -> list[str]:
     return lines
 
 
-def _from(module: str, members: list[Item], indent: str) -> list[str]:
+def _from(module: str, members: list[ImportedName], indent: str) -> list[str]:
     short = f"from {module} import {', '.join(each.text for each in members)}"
     if not any(each.has_comments for each in members) and len(indent + short) <= WIDTH:
         return [short]

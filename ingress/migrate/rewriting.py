@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from ingress.migrate import advice, hidden, keywords, names
+from ingress.migrate import advice, hidden, keywords
 from ingress.migrate.bindings import Bindings, Scope, chain
 from ingress.migrate.imports import SERVE, items_of, written
 
@@ -26,7 +26,7 @@ _RAYS_PATH = re.compile(r"ray\.serve(\.\w+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ManualFix:
     """A line that needs a hand. `line` and `column` count from 1."""
 
     line: int
@@ -40,7 +40,7 @@ class Rewritten:
     """The new text of a file, and its findings, whose lines are those of the old text."""
 
     text: str
-    findings: list[Finding]
+    findings: list[ManualFix]
 
 
 def rewritten(text: str, shared: Collection[str] = ()) -> Rewritten:
@@ -62,7 +62,7 @@ class _Rewriter:
     bindings: Bindings
     shared: Collection[str]
     edits: dict[tuple[int, int], str] = field(default_factory=dict)
-    findings: set[Finding] = field(default_factory=set)
+    findings: set[ManualFix] = field(default_factory=set)
     kept: set[tuple[Scope, str]] = field(default_factory=set)
     """The names that some code still uses for Ray itself."""
     whole: set[tuple[Scope, str]] = field(default_factory=set)
@@ -179,8 +179,8 @@ class _Rewriter:
         bound = home.names[name].split(".")
         if path[:2] == ["ray", "serve"]:
             self.uses_serve = True
-            lacks = names.lack(path[2:])
-            if lacks and not (len(bound) > 2 and names.lack(bound[2:])):  # else at its import
+            lacks = advice.lack(path[2:])
+            if lacks and not (len(bound) > 2 and advice.lack(bound[2:])):  # else at its import
                 self._tell(node, ".".join(path), lacks)
             if bound == ["ray"] and (lacks or not self._rename(parts[1][0], scope, home, name)):
                 self.kept.add((home, name))
@@ -268,9 +268,9 @@ class _Rewriter:
         home = scope.home(name)
         serve = "ingress" if self.prefix == "ingress" else f"ingress as {self.prefix}"
         added = [serve] if (home, name) in self.dotted else []
-        is_module = rest[:1] == ["serve"] and names.is_module(rest[1:])
+        is_module = rest[:1] == ["serve"] and advice.is_module(rest[1:])
         if rest and not is_module:
-            fix = names.remedy(rest[1:]) if rest[0] == "serve" else advice.for_core(tuple(rest))
+            fix = advice.remedy(rest[1:]) if rest[0] == "serve" else advice.for_core(tuple(rest))
             self._tell(alias, alias.name, fix)
         ours = ".".join(["ingress", *rest[1:]])
         if rest and alias.asname:
@@ -324,9 +324,9 @@ class _Rewriter:
         if alias.name == "*":
             self._tell(alias, full, advice.STAR)
         elif rest[:1] == ["serve"]:
-            if (found := names.target(rest[1:], alias.name)) is not None:
+            if (found := advice.target(rest[1:], alias.name)) is not None:
                 return found
-            self._tell(alias, full, names.remedy([*rest[1:], alias.name]))
+            self._tell(alias, full, advice.remedy([*rest[1:], alias.name]))
         else:
             name = alias.asname or alias.name
             is_used = any(name == each for _, each in self.kept)
@@ -406,7 +406,7 @@ class _Rewriter:
     def _tell(self, node: ast.AST, name: str, fix: str) -> None:
         line = getattr(node, "lineno", 1)
         column = self._index(line, getattr(node, "col_offset", 0)) - self.starts[line - 1] + 1
-        self.findings.add(Finding(line, column, name, fix))
+        self.findings.add(ManualFix(line, column, name, fix))
 
     def _tell_all(self, found: Iterator[keywords.Found]) -> None:
         for node, name, fix in found:

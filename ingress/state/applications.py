@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ingress.core.base.types import DeploymentID
-from ingress.core.execution.mistakes import described
 from ingress.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
@@ -30,6 +29,7 @@ from ingress.state.deployments import (
     joined,
     summed,
 )
+from ingress.telemetry.mistakes import described
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ def _docs(application: RunningApplication) -> str | None:
     prefix = application.route_prefix
     if prefix is None or application.status is ApplicationStatus.DEPLOYING:
         return None
-    bound = application.ingress.bound_app
+    bound = application.ingress.built.bound_app
     docs = None if bound is None else bound.docs_path
     return None if docs is None else prefix.rstrip("/") + docs
 

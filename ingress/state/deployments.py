@@ -180,7 +180,7 @@ def deployment_snapshot(
     else:
         members = [*serving.members, *members]
     router = serving.router
-    has_failed = deployment.failed is not None
+    has_failed = deployment.setbacks.failed is not None
     found = DeploymentSnapshot(
         status.value,
         trigger,
@@ -192,14 +192,14 @@ def deployment_snapshot(
         router.num_shed,
         router.num_retries,
         router.num_expired,
-        serving.losses,
-        serving.failed_starts,
+        serving.setbacks.losses,
+        serving.setbacks.failed_starts,
         http_counts(router.http),
         [_replica_snapshot(each, process) for each in members],
         held_s=router.held_s(),
         is_bounded=router.max_queued_requests >= 0,
         is_settled=has_failed or deployment.is_settled(),
-        undone_change=deployment.rejected or (deployment.problem if has_failed else ""),
+        undone_change=deployment.rejected or (deployment.setbacks.problem if has_failed else ""),
     )
     there = {each.replica_id for each in found.replicas}
     # Race with the end of a replica, which is kept before it is removed: it counts once.

@@ -23,7 +23,7 @@ from typing import TypedDict
 
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.execution.threads import WorkerPool
-from ingress.serving.replicas.host import Host, Isolation
+from ingress.serving.replicas.host import Host, OwnPart
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.watchdog import WATCHDOG, Stall
 from ingress.telemetry.watchdog import StallReason as StallReason
@@ -31,7 +31,7 @@ from ingress.telemetry.watchdog.clocks import ThreadClocks
 from ingress.telemetry.watchdog.records import SPAN_S, Stalls
 from ingress.telemetry.watchdog.stacks import (
     NOWHERE,
-    Place,
+    CodeLine,
     awaiting,
     current_frames,
     is_idle_worker,
@@ -262,7 +262,7 @@ class _Look:
     _worst: list[StallsOfLine]
     _now: float
     # The thread and the line of calls that run.
-    _at: dict[Call, tuple[str, Place]] = field(default_factory=dict)
+    _at: dict[Call, tuple[str, CodeLine]] = field(default_factory=dict)
 
     def as_json(self) -> ReplicaNow:
         replica = self._replica
@@ -326,11 +326,11 @@ class _Look:
             (each.duration_ms for each in self._stalls if not each.is_over), default=0.0
         )
         isolation = replica.host.isolation
-        if isolation is Isolation.PROCESS and (found := stood_s(replica.host)) > STOOD_S:
+        if isolation is OwnPart.PROCESS and (found := stood_s(replica.host)) > STOOD_S:
             stands_ms = found * 1e3  # it cannot tell the line meanwhile
         return {
             "thread": "" if thread is None else thread.name,
-            "is_shared": isolation is Isolation.NONE,
+            "is_shared": isolation is OwnPart.NONE,
             "busy": None if self._busy is None else round(min(1.0, self._busy), 3),
             "stands_ms": round(stands_ms, 1),
             "runs": runs,
@@ -416,7 +416,7 @@ def stood_s(host: Host) -> float:
     return 0.0 if standing is None else monotonic() - standing[0]
 
 
-def line_of(place: Place) -> Line | None:
+def line_of(place: CodeLine) -> Line | None:
     """Return a line of code with its source; `None` for no line."""
     if not place.file:
         return None

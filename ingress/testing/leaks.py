@@ -115,7 +115,7 @@ def _held() -> Iterator[str]:
         yield from (f"slot {number} of {deployment}" for number in range(router.num_ongoing))
         queued = range(router.num_queued)
         yield from (f"place {number} in the queue of {deployment}" for number in queued)
-        loops |= {each.loop: str(each.context.replica_id) for each in list(router.replicas)}
+        loops |= {each.loop: str(each.replica_id) for each in list(router.replicas)}
     for loop, name in loops.items():
         for task in asyncio.all_tasks(loop):
             code = getattr(task.get_coro(), "__qualname__", "?")

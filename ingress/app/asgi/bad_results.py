@@ -32,8 +32,8 @@ from ingress.app.asgi.compat import serialize_response
 from ingress.app.asgi.dependencies import target_of
 from ingress.app.asgi.methods import GENERATORS
 from ingress.core.execution.execution import code_of, kind, name_of
-from ingress.core.execution.mistakes import is_users, last_line
-from ingress.core.execution.tracebacks import Explanation
+from ingress.telemetry.mistakes import is_users, last_line
+from ingress.telemetry.tracebacks import ExplainingNote
 
 logger = logging.getLogger("ingress")
 
@@ -59,7 +59,7 @@ def explain(error: BaseException, func: Callable[..., object] | None) -> None:
     """
     try:
         if isinstance(error, Exception) and (sentence := _sentence(error, func)):
-            error.add_note(Explanation(sentence))
+            error.add_note(ExplainingNote(sentence))
         elif type(error) is TypeError and "'DeploymentResponse'" in str(error):
             error.add_note(_UNAWAITED)  # Python's text names the class, in a line of the user's
     except Exception:  # of user code, which the look at a value may call

@@ -3,7 +3,6 @@
     batching     the decorator and its options; start here
     chooser      size and wait of batches with `target_latency_ms`
     batch_queue  when a batch forms and how it runs
-    batch_item   one caller's part of a batch, and its answer
     batched      the types of batched functions, for type checkers
 
 It imports `execution`, `calls` and what is below them.

@@ -21,8 +21,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 Results = Sequence[R] | Awaitable[Sequence[R]]
-Part = Sequence[R | type[StopIteration]]
-Parts = Iterator[Part[R]] | AsyncIterator[Part[R]]
+BatchPart = Sequence[R | type[StopIteration]]
+Parts = Iterator[BatchPart[R]] | AsyncIterator[BatchPart[R]]
 
 
 class Limited(Protocol):

@@ -21,8 +21,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Never, overload
 
 from ingress._unsupported import refuse
-from ingress.app.batching.batch_item import Item
-from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Limits
+from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Item, Limits
 from ingress.app.batching.chooser import Choosers
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.foreign import stored

@@ -32,7 +32,7 @@ MODELS = 100  # whose choosers are kept for an instance
 
 
 @dataclass(slots=True)
-class Chooser:
+class SizeChooser:
     """The measured batches and calls of one model on one instance. Owned by its loop.
 
     target_s  the time in which a call should have its answer
@@ -160,13 +160,13 @@ class Choosers:
     __slots__ = ("_by_model",)
 
     def __init__(self) -> None:
-        self._by_model: dict[str, Chooser] = {}
+        self._by_model: dict[str, SizeChooser] = {}
 
-    def of(self, model_id: str, target_s: float) -> Chooser:
+    def of(self, model_id: str, target_s: float) -> SizeChooser:
         """Return that of a model, "" for none. Those of the models used last are kept."""
         chooser = self._by_model.pop(model_id, None)
         if chooser is None:
-            chooser = Chooser(target_s)
+            chooser = SizeChooser(target_s)
             if len(self._by_model) >= MODELS:
                 del self._by_model[next(iter(self._by_model))]
         self._by_model[model_id] = chooser

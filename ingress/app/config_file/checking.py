@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from ingress.app.config_file.models import ServeConfig
-from ingress.app.config_file.reading import ConfigFileError, Key, Node, Place, Where
+from ingress.app.config_file.reading import ConfigFileError, FileValue, Key, Position, Where
 from ingress.core.base.options import Options
 
 MOST_LINES = 100
@@ -23,7 +23,7 @@ Unknown = tuple[Where, Key, type[Options]]
 """The way to a key that is no option, the key, and the model of the options beside it."""
 
 
-def checked(top: Node, name: str) -> ServeConfig:
+def checked(top: FileValue, name: str) -> ServeConfig:
     """Return the options of a tree. Raises `ConfigFileError` with all its mistakes."""
     if not isinstance(top.value, dict):
         raise ConfigFileError(
@@ -40,7 +40,7 @@ def checked(top: Node, name: str) -> ServeConfig:
     raise ConfigFileError(_lines(name, placed, str))
 
 
-def _lines(name: str, placed: Sequence[tuple[Place, T]], text: Callable[[T], str]) -> list[str]:
+def _lines(name: str, placed: Sequence[tuple[Position, T]], text: Callable[[T], str]) -> list[str]:
     """Return a line for each mistake; one line in all for more of them than people read."""
     shown = placed if len(placed) <= MOST_LINES else placed[:1]
     lines = [f"{name}:{place}: {text(each)}" for place, each in shown]
@@ -57,7 +57,9 @@ def written(where: Where) -> str:
     return text
 
 
-def _unknown(node: Node, annotation: object, where: Where) -> Iterator[tuple[Place, Unknown]]:
+def _unknown(
+    node: FileValue, annotation: object, where: Where
+) -> Iterator[tuple[Position, Unknown]]:
     """Yield each key, at any depth, that is no option. Values of a wrong type are not looked at."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Options):

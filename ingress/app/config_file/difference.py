@@ -18,7 +18,7 @@ from ingress.app.config_file.loading import ConfigFile, Loaded, stamp_of
 from ingress.app.declaration.build import build
 from ingress.config import DeploymentConfig
 
-Options = dict[str, dict[str, dict[str, object]]]
+OptionsByDeployment = dict[str, dict[str, dict[str, object]]]
 """Options by application and deployment."""
 
 
@@ -26,7 +26,7 @@ Options = dict[str, dict[str, dict[str, object]]]
 class Difference:
     """The changes that lead a process from the old version to the new one."""
 
-    options: Options = field(default_factory=dict)
+    options: OptionsByDeployment = field(default_factory=dict)
     again: list[Loaded] = field(default_factory=list)
     added: list[Loaded] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)

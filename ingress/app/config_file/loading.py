@@ -11,7 +11,7 @@ from typing import Self
 
 from ingress.app.config_file.checking import checked
 from ingress.app.config_file.models import RAY_BUILDER, ApplicationConfig, ServeConfig
-from ingress.app.config_file.reading import ConfigFileError, Node, Where, read
+from ingress.app.config_file.reading import ConfigFileError, FileValue, Where, read
 from ingress.app.declaration import module_app
 from ingress.app.declaration.build import build, with_logging, with_options
 from ingress.app.declaration.cluster_options import check_here, without_cluster_options
@@ -50,7 +50,7 @@ class ConfigFile:
 
     path: Path
     config: ServeConfig
-    top: Node
+    top: FileValue
     stamp: tuple[int, int] | None
     environ: Mapping[str, str]
     on_cluster: bool = False

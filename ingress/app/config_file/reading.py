@@ -44,7 +44,7 @@ class ConfigFileError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class Position:
     """A line and a column, from 1."""
 
     line: int
@@ -55,16 +55,16 @@ class Place:
 
 
 @dataclass(slots=True)
-class Node:
+class FileValue:
     """One value of a file: a dict or a list of nodes, or a scalar.
 
     `size` counts the values in it, those behind an alias each time, `height` the levels of dicts
     and lists. `keys` has the places of a dict's keys.
     """
 
-    place: Place
+    place: Position
     value: Any
-    keys: dict[Key, Place] = field(default_factory=dict)
+    keys: dict[Key, Position] = field(default_factory=dict)
     size: int = 1
     height: int = 0
 
@@ -77,7 +77,7 @@ class Node:
                 return [each.plain() for each in self.value]
         return self.value
 
-    def at(self, where: Iterable[str | int]) -> Place:
+    def at(self, where: Iterable[str | int]) -> Position:
         """Return the place of a value; of the nearest one around it that the file has."""
         node = self
         for step in where:
@@ -90,7 +90,7 @@ class Node:
         return node.place
 
 
-def read(path: Path) -> Node:
+def read(path: Path) -> FileValue:
     """Return the top of a file. Raises `ConfigFileError` if it cannot be read or is no YAML."""
     try:
         with path.open("rb") as file:
@@ -109,7 +109,7 @@ def read(path: Path) -> Node:
     return parse(text, str(path))
 
 
-def parse(text: str, name: str) -> Node:
+def parse(text: str, name: str) -> FileValue:
     """Return the top of a text; `name` is that of its file. Raises `ConfigFileError`."""
     try:
         return _Tree(name, yaml.parse(text, Loader=_LOADER)).top()
@@ -129,11 +129,11 @@ class _Tree:
 
     def __init__(self, name: str, events: Iterator[yaml.Event]) -> None:
         self._name, self._events = name, events
-        self._anchors: dict[str, Node | None] = {}  # `None` while the anchored value is open
+        self._anchors: dict[str, FileValue | None] = {}  # `None` while the anchored value is open
         self._depth = 0
 
-    def top(self) -> Node:
-        found: Node | None = None
+    def top(self) -> FileValue:
+        found: FileValue | None = None
         for event in self._events:
             if isinstance(event, yaml.DocumentStartEvent) and found is not None:
                 raise self._wrong(event, "a second document begins here; a file has one")
@@ -143,11 +143,11 @@ class _Tree:
             raise ConfigFileError([f"{self._name}:1:1: the file is empty; it needs `applications`"])
         return found
 
-    def _node(self, event: yaml.Event) -> Node:
+    def _node(self, event: yaml.Event) -> FileValue:
         """Return the value that begins with an event, with all that is in it."""
         if isinstance(event, yaml.AliasEvent):
             return self._known(event)
-        node = Node(_place(event.start_mark), None)
+        node = FileValue(_place(event.start_mark), None)
         if event.anchor:
             self._anchors[event.anchor] = None
         if isinstance(event, yaml.ScalarEvent):
@@ -158,7 +158,7 @@ class _Tree:
             self._anchors[event.anchor] = node
         return node
 
-    def _known(self, event: yaml.Event) -> Node:
+    def _known(self, event: yaml.Event) -> FileValue:
         if event.anchor not in self._anchors:
             raise self._wrong(event, f"there is no anchor &{event.anchor} before this")
         if (node := self._anchors[event.anchor]) is None:
@@ -182,7 +182,7 @@ class _Tree:
             raise self._wrong(event, f"the tag {tag!r} is not allowed here")
         return value
 
-    def _fill(self, node: Node, event: yaml.Event) -> None:
+    def _fill(self, node: FileValue, event: yaml.Event) -> None:
         """Take the values of a mapping or a sequence, up to its end."""
         if event.tag not in _COLLECTIONS:
             raise self._wrong(event, f"the tag {event.tag!r} is not allowed here")
@@ -195,7 +195,7 @@ class _Tree:
             node.value = [self._part(node, event, self._node(each)) for each in self._up_to_end()]
         self._depth -= 1
 
-    def _part(self, node: Node, start: yaml.Event, part: Node) -> Node:
+    def _part(self, node: FileValue, start: yaml.Event, part: FileValue) -> FileValue:
         """Return a part of a collection, whose size and height it counts at once.
 
         A mapping may merge the same large one again and again: one that is counted at its end takes
@@ -212,7 +212,7 @@ class _Tree:
             lambda e: not isinstance(e, yaml.CollectionEndEvent), self._events
         )
 
-    def _fill_mapping(self, node: Node, start: yaml.Event) -> None:
+    def _fill_mapping(self, node: FileValue, start: yaml.Event) -> None:
         """Take keys and values, and those of `<<:` that it does not have itself."""
         node.value, merged = {}, []
         for event in self._up_to_end():
@@ -227,14 +227,14 @@ class _Tree:
                 node.value.setdefault(key, value)
                 node.keys.setdefault(key, each.keys[key])
 
-    def _mappings(self, event: yaml.Event) -> list[Node]:
+    def _mappings(self, event: yaml.Event) -> list[FileValue]:
         node = self._node(event)
         parts = node.value if isinstance(node.value, list) else [node]
         if not all(isinstance(each.value, dict) for each in parts):
             raise self._wrong(event, "<<: needs a mapping, or a list of mappings")
         return parts
 
-    def _key(self, node: Node, event: yaml.Event) -> Key:
+    def _key(self, node: FileValue, event: yaml.Event) -> Key:
         key: Key = self._node(event).value
         if not isinstance(key, str | int | float | bool | None):
             raise self._wrong(event, "a key must be a name, not a mapping or a list")
@@ -256,9 +256,9 @@ def _tag_of(event: yaml.Event) -> str:
     return str(_RESOLVER.resolve(yaml.ScalarNode, event.value, event.implicit))
 
 
-def _place(mark: yaml.Mark) -> Place:
-    return Place(mark.line + 1, mark.column + 1)
+def _place(mark: yaml.Mark) -> Position:
+    return Position(mark.line + 1, mark.column + 1)
 
 
-def _end_of(text: str) -> Place:
-    return Place(text.count("\n") + 1, len(text) - text.rfind("\n"))
+def _end_of(text: str) -> Position:
+    return Position(text.count("\n") + 1, len(text) - text.rfind("\n"))

@@ -231,7 +231,7 @@ FunctionPath = Annotated[
     str | Callable[..., Any],
     _must_be("a function or its import path", lambda v: isinstance(v, str) or callable(v)),
 ]
-Loop = Annotated[
+LoopChoice = Annotated[
     Literal["own", "shared"],
     _must_be('"own", "shared" or None', lambda v: v is None or v in ("own", "shared")),
 ]

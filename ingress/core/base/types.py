@@ -38,7 +38,7 @@ class ReplicaRank:
     local_rank: int = 0
 
 
-class Place(NamedTuple):
+class ReplicaPlace(NamedTuple):
     """The place of a replica in its deployment when it started.
 
     `world_size` is the number of replicas that the deployment should have; `code_version` grows

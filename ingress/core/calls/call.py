@@ -16,7 +16,7 @@ from contextvars import Context, ContextVar
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ingress.core.base.types import RequestMetadata
+from ingress.core.base.types import ReplicaID, RequestMetadata
 from ingress.core.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.core.calls.loops import Wakeup
 from ingress.exceptions import (
@@ -29,8 +29,6 @@ from ingress.exceptions import (
 
 if TYPE_CHECKING:
     from starlette.types import Scope
-
-    from ingress.context import ReplicaRuntime
 
 
 class Queue(Protocol):
@@ -65,7 +63,10 @@ class Runner(Protocol):
     def is_to_be_replaced(self) -> bool: ...
 
     @property
-    def context(self) -> ReplicaRuntime: ...
+    def replica_id(self) -> ReplicaID: ...
+
+    def make_current(self) -> None:
+        """Make code that runs in the current context see this replica as its own."""
 
     def gone_error(self) -> Exception: ...
 

@@ -18,7 +18,6 @@ KEPT_S = 300.0
 SLOWEST = 50
 FAILED = 200
 
-Place = tuple[str, int, str]
 Listener = Callable[[Call, "Ended"], Any]
 
 
@@ -42,7 +41,7 @@ class Ended(NamedTuple):
     first_at: float
     ended_at: float
     error: str = ""
-    place: Place | None = None
+    place: tuple[str, int, str] | None = None
     trace_id: str = ""
     unix_time: float = 0.0
 

@@ -137,7 +137,7 @@ def trace_begin(call: Call) -> None:
         now = monotonic()
         attributes = {"ingress.deployment": call.deployment_name}
         if call.runner is not None:
-            attributes["ingress.replica"] = call.runner.context.replica_id.unique_id
+            attributes["ingress.replica"] = call.runner.replica_id.unique_id
         _add_past("queue", call.started_at, call.assigned_at, attributes)
         _add_past("dispatch", call.assigned_at, now, attributes)
 
@@ -280,7 +280,7 @@ def _make_current(span: Span) -> None:
 def _end(span: Span, call: Call) -> None:
     try:
         if call.runner is not None:
-            replica = call.runner.context.replica_id.unique_id
+            replica = call.runner.replica_id.unique_id
             span.set_attribute("ingress.replica", replica)
         if call.error is not None:
             _fail(span, call.error)

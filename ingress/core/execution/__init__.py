@@ -3,7 +3,7 @@
     execution    the rule, the plan of one callable, and the containment of its errors; start here
     threads      a bounded pool of worker threads
     lanes        `@serve.method` and `lanes=`; lane_pools: all threads of one replica
-    callables, migration_warning, loop_executor, unreadable, tracebacks
+    loop_executor, unreadable
 
 It imports `calls`, `config`, `exceptions` and `base`.
 """

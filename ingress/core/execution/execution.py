@@ -20,6 +20,9 @@ one thread; if a class has such a method, its LIFECYCLE runs in that thread, too
 A generator runs in the same place as the function that returned it. The loop awaits an awaitable
 that a `def` returns. An error that is not an `Exception` becomes `UserCodeExit` here, and an
 error that cannot be read becomes `UnreadableError`.
+
+The kind of a callable is looked up through `partial`, bound methods and callable objects, not
+through `__wrapped__`: a sync wrapper around an `async def` is a `def`.
 """
 
 from __future__ import annotations
@@ -27,23 +30,96 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import threading
+import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from types import AsyncGeneratorType, CodeType, GeneratorType
 from typing import Any, Protocol, TypeVar
 
-from ingress.core.execution.callables import Kind as Kind
-from ingress.core.execution.callables import code_of as code_of
-from ingress.core.execution.callables import is_generator as is_generator
-from ingress.core.execution.callables import kind as kind
-from ingress.core.execution.callables import mark_stream as mark_stream
-from ingress.core.execution.callables import name_of as name_of
-from ingress.core.execution.callables import underlying
-from ingress.core.execution.migration_warning import warn_of_def_on_loop
 from ingress.core.execution.unreadable import readable
-from ingress.exceptions import UserCodeExit
+from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
+
+_GENERATORS = (GeneratorType, AsyncGeneratorType)  # a union takes a third more time to check
+
+
+class Kind(Enum):
+    """The kind of a callable, as it is written in the source."""
+
+    FUNCTION = "def"
+    COROUTINE = "async def"
+    GENERATOR = "def generator"
+    ASYNC_GENERATOR = "async def generator"
+
+    @property
+    def is_async(self) -> bool:
+        return self in (Kind.COROUTINE, Kind.ASYNC_GENERATOR)
+
+
+def mark_stream(func: Any) -> None:
+    """Mark a `def` that returns an async generator as an `async def` generator.
+
+    The mark is the function itself, so that it does not hold for a wrapper that copies attributes.
+    """
+    func.__ingress_stream__ = func
+
+
+def kind(func: Callable[..., object]) -> Kind:
+    """Return the kind of `func`."""
+    func = underlying(func)
+    if getattr(func, "__ingress_stream__", None) is func:
+        return Kind.ASYNC_GENERATOR
+    if inspect.iscoroutinefunction(func) or _is_marked(func):
+        return Kind.COROUTINE
+    if inspect.isasyncgenfunction(func):
+        return Kind.ASYNC_GENERATOR
+    if inspect.isgeneratorfunction(func):
+        return Kind.GENERATOR
+    return Kind.FUNCTION
+
+
+def _is_marked(func: Callable[..., object]) -> bool:
+    """Return whether a `def` is marked as one that returns a coroutine, in the way of Python 3.11.
+
+    From 3.12 on the mark is `inspect.markcoroutinefunction`, which `inspect` reads itself.
+    """
+    mark = getattr(asyncio.coroutines, "_is_coroutine", None)
+    return mark is not None and getattr(func, "_is_coroutine", None) is mark
+
+
+def is_generator(value: object) -> bool:
+    """Return whether `value` is a generator, sync or async."""
+    return isinstance(value, _GENERATORS)
+
+
+def name_of(func: Callable[..., object]) -> str:
+    """Return `Class.method` or the function's name, without the scope it was defined in."""
+    func = underlying(func)
+    name = getattr(func, "__qualname__", None) or type(func).__qualname__
+    return str(name).rpartition("<locals>.")[2]
+
+
+def code_of(func: Callable[..., object]) -> CodeType | None:
+    """Return the code object of `func`, `None` if it is not written in Python."""
+    code = getattr(underlying(func), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def underlying(func: Callable[..., object]) -> Callable[..., object]:
+    """Return the function, builtin or class that a call of `func` runs."""
+    while True:
+        if isinstance(func, partial):
+            func = func.func
+        elif inspect.ismethod(func):
+            func = func.__func__
+        elif inspect.isroutine(func) or inspect.isclass(func):
+            return func
+        else:
+            func = type(func).__call__
+
 
 logger = logging.getLogger("ingress")
 
@@ -238,7 +314,37 @@ class ExecutionPlan:
 
     def _warn(self) -> None:
         self.warns = False
-        warn_of_def_on_loop(self.func, self.name)
+        _warn_of_def_on_loop(self.func, self.name)
+
+
+_warned: set[tuple[str, str, int]] = set()
+_warned_lock = threading.Lock()
+
+
+def _warn_of_def_on_loop(func: Callable[..., object], name: str) -> None:
+    """Warn, once for each method and process. Source: seed "Environment flags"."""
+    # The method's own line, not the line of a wrapper, which all decorated methods share.
+    code = code_of(inspect.unwrap(underlying(func)))
+    file, line = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
+    # Not the code object: equal code in two files compares equal.
+    method = (name, file, line)
+    with _warned_lock:
+        if method in _warned:
+            return
+        _warned.add(method)
+    text = (
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL_WARNING: Calling sync method "
+        f"'{name}' directly on the asyncio loop. In a future version, sync methods will "
+        "be run in a threadpool by default. While it runs, no other request of this replica "
+        "makes progress. Once the method and what it shares are thread-safe, opt in with "
+        "RAY_SERVE_RUN_SYNC_IN_THREADPOOL=1, or with @serve.method(execution='threadpool') for "
+        "this one; to stay on the loop, make it `async def`, or say execution='event_loop'. "
+        f"({name} at {file}:{line})"
+    )
+    try:
+        warnings.warn_explicit(text, SyncMethodOnEventLoopWarning, file, line)
+    except SyncMethodOnEventLoopWarning:  # `-W error` is for tests; it must not fail the request
+        logger.warning("%s", text)
 
 
 def plan(

@@ -24,7 +24,13 @@ from ingress.core.calls.deadlocks import NO_NODES, Node, check_deadlock
 from ingress.core.calls.loops import Home
 from ingress.core.execution.execution import SERIAL_LANE, Lanes
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
-from ingress.core.execution.threads import IDLE_S, MakeThreads, Work, WorkerPool, WorkerThreads
+from ingress.core.execution.threads import (
+    IDLE_S,
+    MakeThreads,
+    ThreadWork,
+    WorkerPool,
+    WorkerThreads,
+)
 from ingress.exceptions import RequestCycleError
 
 T = TypeVar("T")
@@ -130,7 +136,7 @@ class LanePool(WorkerPool):
     def load(self) -> LaneLoad:
         return LaneLoad(self._limit, len(self._inside), len(self._behind))
 
-    def make_work(self, func: Callable[[], object], *, is_cleanup: bool) -> Work:
+    def make_work(self, func: Callable[[], object], *, is_cleanup: bool) -> ThreadWork:
         call = CURRENT_CALL.get(None)
         work = _LaneWork(func, self, call)
         self._open[work] = None
@@ -148,7 +154,7 @@ class LanePool(WorkerPool):
         """Return whether the current thread is to run the call. Called in that thread."""
         return self._open.pop(work, _ABSENT) is None
 
-    def take_back(self, work: Work) -> bool:
+    def take_back(self, work: ThreadWork) -> bool:
         assert isinstance(work, _LaneWork)
         if self._open.pop(work, _ABSENT) is not None:
             return False
@@ -221,7 +227,7 @@ class SerialPool(LanePool):
             await self.run(partial(context.run, taken.close), is_cleanup=True)
 
 
-class _LaneWork(Work):
+class _LaneWork(ThreadWork):
     """One call in a thread of a lane. `turn` is set while its request waits for the lane."""
 
     __slots__ = ("call", "lane", "turn")

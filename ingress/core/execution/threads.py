@@ -246,11 +246,11 @@ class WorkerPool:
                 del work  # the traceback holds this frame, which must not hold the error
         return work.result  # type: ignore[no-any-return]
 
-    def make_work(self, func: Callable[[], object], *, is_cleanup: bool) -> Work:
+    def make_work(self, func: Callable[[], object], *, is_cleanup: bool) -> ThreadWork:
         """Return the call for a worker thread."""
-        return Work(func, self.loop, self.mailbox)
+        return ThreadWork(func, self.loop, self.mailbox)
 
-    def take_back(self, work: Work) -> bool:
+    def take_back(self, work: ThreadWork) -> bool:
         """Withdraw a call. Returns whether it will never run, so that it need not be awaited."""
         return False
 
@@ -288,7 +288,7 @@ class WorkerPool:
         return self.threads.join(timeout_s)
 
 
-class Work:
+class ThreadWork:
     """One call in a worker thread, and its result."""
 
     __slots__ = (

@@ -8,13 +8,11 @@
     code         the user's classes and arguments, pickled for a worker
     messages     the messages to a replica: its specification and its calls
     errors       Ray's exceptions -> the exceptions of ingress
-    arguments    the arguments of such a call, which must be picklable
-    calls        calls by handle to other processes
+    calls        calls by handle to other processes; their arguments must be picklable
     replica      the code that runs in a replica's process
-    metrics      batches, models and lanes as metrics of Ray
-    cluster      connects to a cluster or starts one, and explains its failures
+    reports      its models for Ray's router; batches, models and lanes as metrics of Ray
+    cluster      connects to a cluster or starts one, explains its failures, and prints its log
     owners       the processes that deployed the applications of a cluster
-    worker_logs  the log lines of workers that a terminal shows
     waits        replicas that wait for resources
     application  an application as Ray Serve deployments
     engine       the engine of `ingress.api`

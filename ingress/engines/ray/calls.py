@@ -5,24 +5,32 @@
 
 A call is `ingress.core.calls.call.Call` on both engines: awaiting, iteration, cancellation,
 timeouts and calls as arguments are the same code. Only the transport is Ray's.
+
+Arguments that cannot be pickled are named before the call is sent: Ray itself would send the call
+again and again, or fail it with an error of the unpickling.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator
-from typing import Protocol
+import pickle
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from itertools import islice
+from typing import Any, Protocol
+from weakref import WeakSet
 
+from ray import cloudpickle
 from ray.serve import context as ray_context
 
 from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.core.calls.call import Call
 from ingress.core.calls.call_tasks import CallTasks, LoopOfHandles
 from ingress.core.calls.loops import EventLoopThread
-from ingress.engines.ray.arguments import check_arguments
 from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import Envelope, remote_name
+from ingress.exceptions import RayServeException
 from ingress.handle import CallRouter, DeploymentHandle, Invocation, pass_on
+from ingress.telemetry.mistakes import described
 
 
 class RayResponse(Protocol):
@@ -193,3 +201,50 @@ def _show_request(metadata: RequestMetadata) -> None:
             app_name=metadata.app_name or metadata.deployment.app_name,
         )
     )
+
+
+_PLAIN = frozenset({bool, bytes, float, int, str, type(None)})
+_COLLECTIONS = frozenset({dict, frozenset, list, set, tuple})
+ITEMS_CHECKED = 32  # of a collection
+DEPTH = 4
+
+_sent: WeakSet[type] = WeakSet()
+"""Types of which an object has been pickled and unpickled. Others are tried once: 10 us each."""
+
+
+def check_arguments(metadata: RequestMetadata, invocation: Invocation) -> None:
+    """Raise `TypeError`, with the name or the number of the argument, if one cannot be pickled."""
+    for number, value in enumerate(invocation.args):
+        for each in _of_new_types(value, DEPTH):
+            _check(each, str(number + 1), metadata)
+    for name, value in invocation.kwargs.items():
+        for each in _of_new_types(value, DEPTH):
+            _check(each, repr(name), metadata)
+
+
+def _of_new_types(value: Any, depth: int) -> Iterator[object]:
+    """Yield the value, or the parts of a collection, whose types were not tried yet."""
+    if (kind := type(value)) in _PLAIN:
+        return
+    if kind in _COLLECTIONS:
+        if depth:
+            for each in islice(value.values() if kind is dict else value, ITEMS_CHECKED):
+                yield from _of_new_types(each, depth - 1)
+    elif kind not in _sent and not kind.__module__.startswith("ray."):
+        yield value  # Ray's own references are pickled in its context only
+
+
+def _check(value: object, name: str, metadata: RequestMetadata) -> None:
+    buffers: list[pickle.PickleBuffer] = []  # so that large arrays are not copied
+    try:
+        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        pickle.loads(data, buffers=buffers)
+    except RayServeException:  # a response says what to do with it
+        raise
+    except Exception as problem:
+        raise TypeError(
+            f"argument {name} of {metadata.deployment.name}.{metadata.method_name} is or contains "
+            f"a {type(value).__name__}, which cannot be pickled for another process "
+            f"({described(problem)}); pass the values that the method needs of it"
+        ) from None
+    _sent.add(type(value))

@@ -11,28 +11,30 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import re
 import socket
 import time
 import traceback
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import grpc
 import ray
 from ray import serve as ray_serve
 from ray._private.grpc_utils import init_grpc_channel
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.exceptions import RayActorError
 from ray.serve._private.long_poll import LongPollClient
 from ray.serve.context import _get_global_client, _set_global_client
 
 from ingress.engines.ray import SUPPORTED
+from ingress.engines.ray.code import NOT_ON_THE_WORKERS
 from ingress.engines.ray.owners import (
     is_serve_started_by_ingress,
     note_serve_started,
     other_drivers,
 )
-from ingress.engines.ray.worker_logs import shorten_tracebacks
 from ingress.serving.http.server import check_address
 
 logger = logging.getLogger("ingress")
@@ -289,3 +291,30 @@ def _unreachable(address: str, reason: str) -> RuntimeError:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+_PRINTER = "ray_print_logs"
+_RECORD = re.compile(r"[A-Z]+ \d{4}-\d\d-\d\d ")
+
+
+class LogBatch(TypedDict):
+    """Lines of a worker, as Ray's dispatcher hands them on; it has other keys too."""
+
+    lines: list[str]
+
+
+def shorten_tracebacks() -> None:
+    """Print no traceback for a module that the workers lack: the start's error has it all."""
+    if (printer := dict(global_worker_stdstream_dispatcher.handlers).get(_PRINTER)) is None:
+        return
+    global_worker_stdstream_dispatcher.remove_handler(_PRINTER)
+    global_worker_stdstream_dispatcher.add_handler(_PRINTER, _shortened(printer))
+
+
+def _shortened(printer: Callable[[LogBatch], None]) -> Callable[[LogBatch], None]:
+    def print_short(data: LogBatch) -> None:
+        if any(NOT_ON_THE_WORKERS in line for line in data["lines"]):
+            data = {**data, "lines": [each for each in data["lines"] if _RECORD.match(each)]}
+        printer(data)
+
+    return print_short

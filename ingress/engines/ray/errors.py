@@ -22,9 +22,9 @@ from ray.serve import exceptions as theirs
 
 from ingress import exceptions
 from ingress.core.base.types import DeploymentID, RequestMetadata
-from ingress.core.execution.mistakes import described
 from ingress.exceptions import RayServeException
 from ingress.serving.processes.crossing import pickled_error, unpickled_error
+from ingress.telemetry.mistakes import described
 
 logger = logging.getLogger("ingress")
 

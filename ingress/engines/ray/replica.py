@@ -25,17 +25,21 @@ from ingress.app.asgi import ASGI, bound_app_of
 from ingress.app.declaration.build import fill
 from ingress.context import REPLICA
 from ingress.core.base.settings import Settings
-from ingress.core.base.types import DeploymentID, Place, ReplicaID, ReplicaRank, new_request_id
+from ingress.core.base.types import (
+    DeploymentID,
+    ReplicaID,
+    ReplicaPlace,
+    ReplicaRank,
+    new_request_id,
+)
 from ingress.core.calls.call import Call
 from ingress.core.calls.channel import Channel
 from ingress.core.calls.loops import run_on
 from ingress.core.execution.loop_executor import lend_executor
-from ingress.core.execution.mistakes import described
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
 from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
-from ingress.engines.ray.metrics import ReplicaMetrics, make_rays
-from ingress.engines.ray.model_ids import ModelIds
+from ingress.engines.ray.reports import ModelIds, ReplicaMetrics, make_rays
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.serving.http.in_flight import InFlight
@@ -46,17 +50,18 @@ from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.thread_host import ThreadHost
 from ingress.telemetry.metrics.user_metrics import use_theirs
+from ingress.telemetry.mistakes import described
 
 logger = logging.getLogger("ingress")
 
 T = TypeVar("T")
 
 
-def _place(rank: ReplicaRank) -> Place:
+def _place(rank: ReplicaRank) -> ReplicaPlace:
     """Return the place of this process's replica, with a rank that Ray's context may not have."""
     context = ray_serve.get_replica_context()
     here = ReplicaRank(rank.rank, rank.node_rank, rank.local_rank)
-    return Place(here, context.world_size, str(context.code_version))
+    return ReplicaPlace(here, context.world_size, str(context.code_version))
 
 
 class RayReplica:

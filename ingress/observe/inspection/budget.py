@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
@@ -32,7 +31,6 @@ from ingress.core.execution.lanes import lanes_of
 FOLLOW_OMP = ("BLIS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Variables of libraries that read `OMP_NUM_THREADS` if their own variable is not set."""
 
-_READ_AT_IMPORT = {"cv2", "jax", "numexpr", "numpy", "sklearn", "tensorflow", "torch"}
 _SELDOM = {"check_health", "reconfigure"}
 
 
@@ -85,15 +83,6 @@ class ThreadBudget:
         follows = FOLLOW_OMP if OMP_NUM_THREADS in self.explicit else ()
         missing = (name for name in NATIVE_THREADS if name not in (*self.explicit, *follows))
         return dict.fromkeys(missing, str(self.fair))
-
-    def already_read(self) -> list[str]:
-        """Return the modules that were imported with more threads than they should have.
-
-        The list is empty on Windows, where a process cannot replace itself by another.
-        """
-        if sys.platform == "win32" or not self.sets_variables or self.threads >= int(self.cores):
-            return []
-        return sorted(_READ_AT_IMPORT & sys.modules.keys())
 
     @property
     def runnable(self) -> int:
@@ -163,17 +152,6 @@ def plans_of(
     no_pool: Any = None
     off = plan(func, role, sync_in_threadpool=False, pool=no_pool, lanes=lanes)
     return off, plan(func, role, sync_in_threadpool=True, pool=no_pool, lanes=lanes)
-
-
-def start_again() -> NoReturn:
-    """Replace this process by a new one with the current environment.
-
-    The number of replicas is known only after the import of the user's module, which often imports
-    NumPy. The new process has the variables from its start, so it does not restart again.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def available_cores(root: Path = Path("/")) -> float:

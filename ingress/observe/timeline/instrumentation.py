@@ -22,8 +22,7 @@ from ingress.context import REPLICA
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.execution.execution import ExecutionPlan, Role
-from ingress.core.execution.threads import Work as ThreadWork
-from ingress.core.execution.threads import WorkerThreads
+from ingress.core.execution.threads import ThreadWork, WorkerThreads
 from ingress.observe.timeline.recorder import ASK_S, Journey, Recorder, Timeline, current_track
 from ingress.serving.control.factories import Factories
 from ingress.serving.processes.process_host import ProcessHost

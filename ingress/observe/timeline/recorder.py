@@ -89,7 +89,7 @@ class Journey:
             self.slot_at = self.began_at = self.arrived_at
         self.was_queued = self.was_queued or self.slot_at - self.arrived_at > QUEUED_S
         if call.runner is not None:
-            self.replica = str(call.runner.context.replica_id)
+            self.replica = str(call.runner.replica_id)
 
 
 class Run(NamedTuple):

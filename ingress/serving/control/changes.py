@@ -129,11 +129,11 @@ def apply(
     found = differences(deployment.config, config)
     if "user_config" in found:
         deployment.change_user_config(config)
-    deployment.config = config
+    deployment.using = replace(deployment.using, config=config)
     deployment.router.limit(config.max_queued_requests, config.backpressure_config)
     deployment.router.graceful_shutdown_timeout_s = config.graceful_shutdown_timeout_s
     if found.keys() & _NUMBERS:
-        deployment.scaler = scaler_of(config)
+        deployment.using = replace(deployment.using, scaler=scaler_of(config))
         deployment.desire(count=count_for(config, deployment.desired.count))
     else:
         deployment.desire()  # the options of updates may be others

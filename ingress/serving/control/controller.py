@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ingress.app.batching.batching import warn_of_capacity
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
@@ -19,7 +20,6 @@ from ingress.config import DeploymentConfig
 from ingress.core.base.settings import Settings
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.loops import NewLoop, mailbox_of, reserve_descriptors
-from ingress.core.execution.mistakes import described
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.changes import Change, apply, checked, count_for
@@ -30,6 +30,7 @@ from ingress.serving.control.scaling import scaler_of
 from ingress.serving.http.proxy import HTTPProxy
 from ingress.serving.replicas.router import Router
 from ingress.telemetry.logs import logger
+from ingress.telemetry.mistakes import described
 
 
 class Controller:
@@ -81,7 +82,7 @@ class Controller:
             # it has to be another router.
             if (
                 deployment is None
-                or deployment.factories != factories
+                or deployment.using.factories != factories
                 or deployment.config.request_router_config
                 != built.deployment.config.request_router_config
             ):
@@ -113,17 +114,17 @@ class Controller:
     ) -> None:
         """Replace a deployment's replicas by those of a new version. Raises as `_start`."""
         config = built.deployment.config
-        borrowed = await self._loop_for(built, serving_loop, deployment.factories.new_loop)
+        factories = deployment.using.factories
+        borrowed = await self._loop_for(built, serving_loop, factories.new_loop)
         warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
         deployment.next_version += 1
         deployment.next_config += 1
         version = Version(
+            built,
+            config,
+            factories,
             deployment.next_version,
             deployment.next_config,
-            built,
-            built.bound_app,
-            config,
-            deployment.factories,
             borrowed,
             scaler_of(config),
             count_for(config, deployment.desired.count),
@@ -177,7 +178,7 @@ class Controller:
             routing=config.request_router_config,
             graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
         )
-        return RunningDeployment(built, config, router, built.bound_app, proxy, factories)
+        return RunningDeployment(router, proxy, Version(built, config, factories))
 
     async def _start(
         self, deployment: RunningDeployment, serving_loop: asyncio.AbstractEventLoop
@@ -187,14 +188,14 @@ class Controller:
         A failure is raised at once, because another constructor may hang.
         """
         config, built = deployment.config, deployment.built
-        new_loop = deployment.factories.new_loop
-        deployment.borrowed = await self._loop_for(built, serving_loop, new_loop)
+        new_loop = deployment.using.factories.new_loop
+        borrowed = await self._loop_for(built, serving_loop, new_loop)
         warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
-        deployment.scaler = scaler_of(config)
+        deployment.using = replace(deployment.using, borrowed=borrowed, scaler=scaler_of(config))
         deployment.begin_rollout()
         # On one loop the first one may create what all share, such as a table: the others would
         # find none, and create it at the same moment.
-        is_shared = deployment.borrowed is not None and config.isolation == "thread"
+        is_shared = borrowed is not None and config.isolation == "thread"
         deployment.desire(count=config.first_count, one_first=is_shared)
         self._reconciler.add(deployment)
         await self._reconciler.settled(deployment)

@@ -14,15 +14,15 @@ import asyncio
 
 from ingress.context import REPLICA
 from ingress.core.base.process import process_facts
-from ingress.core.execution.mistakes import described
 from ingress.serving.control.plan import Phase
 from ingress.serving.control.running import SHORT_LIFE_S, Member, RunningDeployment
-from ingress.serving.replicas.host import Isolation
+from ingress.serving.replicas.host import OwnPart
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
+from ingress.telemetry.mistakes import described
 from ingress.telemetry.watchdog.stacks import (
     NOWHERE,
-    Place,
+    CodeLine,
     awaiting,
     current_frames,
     read,
@@ -49,10 +49,12 @@ def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | N
             member.replica.hand_over()
         if member.phase is Phase.SERVING and deployment.has_started:
             _note_worn(deployment, member, now)
-        if member.phase is Phase.SERVING and now >= member.check_at and not member.stuck:
-            member.check_at = now + deployment.config.health_check_period_s
-            if member.check is None or member.check.done():
-                member.check = asyncio.get_running_loop().create_task(_ask(deployment, member))
+        if member.phase is Phase.SERVING and now >= member.looks.check_at and not member.stuck:
+            member.looks.check_at = now + deployment.config.health_check_period_s
+            check = member.looks.check
+            if check is None or check.done():
+                asking = _ask(deployment, member)
+                member.looks.check = asyncio.get_running_loop().create_task(asking)
         elif member.phase is Phase.STARTING and deployment.has_started:
             _tell(member, now, member.started_at, "starting")
         elif member.phase is Phase.AWAY and member.replica.is_reconfiguring:
@@ -90,12 +92,12 @@ def _note_stuck(member: Member, now: float, after_s: float) -> None:
     if not reason:
         if member.stuck:
             logger.warning("%s goes on, and gets calls again", member.replica.replica_id)
-        member.stuck, member.suspected = "", 0
+        member.stuck, member.looks.suspected = "", 0
         return
     # Race with a loop that turns at this moment: the watchdog or this loop may have waited for the
     # GIL as long as that loop did, and has yet to see its answer.
-    member.suspected += 1
-    if member.stuck or member.suspected < LOOKS:
+    member.looks.suspected += 1
+    if member.stuck or member.looks.suspected < LOOKS:
         return
     member.stuck = f"{reason} at {place}" if (place := _place(member.replica)) else reason
     fate = _FATES[member.replica.host.isolation]
@@ -103,9 +105,9 @@ def _note_stuck(member: Member, now: float, after_s: float) -> None:
 
 
 _FATES = {
-    Isolation.NONE: "its loop is not its own, so it cannot be replaced",
-    Isolation.THREAD: "it gets no more calls, and another replica takes its place",
-    Isolation.PROCESS: "its process is ended, and another replica takes its place",
+    OwnPart.NONE: "its loop is not its own, so it cannot be replaced",
+    OwnPart.THREAD: "it gets no more calls, and another replica takes its place",
+    OwnPart.PROCESS: "its process is ended, and another replica takes its place",
 }
 
 
@@ -117,12 +119,12 @@ def _stands(member: Member, now: float, after_s: float) -> str:
     host = member.replica.host
     standing = host.standing()
     if standing is None:
-        member.stands = None
+        member.looks.stands = None
         return ""
     beats, stack = standing
-    if member.stands is None or member.stands[0] != beats:  # it has turned since
-        member.stands = beats, now
-    if now - member.stands[1] <= after_s or stack.is_debugged or host.may_stand:
+    if member.looks.stands is None or member.looks.stands[0] != beats:  # it has turned since
+        member.looks.stands = beats, now
+    if now - member.looks.stands[1] <= after_s or stack.is_debugged or host.may_stand:
         return ""
     return f"its event loop has not turned for more than {after_s:g} s"
 
@@ -131,15 +133,15 @@ def _is_orphaned(member: Member, now: float, after_s: float) -> str:
     """Return a reason if orphans have held all slots for too long."""
     slots = member.replica.slots
     if slots.ongoing < slots.max_ongoing:
-        member.orphaned_at = None
+        member.looks.orphaned_at = None
         return ""
-    if now >= member.orphans_at:  # seldom, because it counts the calls
-        member.orphans_at = now + min(ORPHANS_S, after_s / 4)
+    if now >= member.looks.orphans_at:  # seldom, because it counts the calls
+        member.looks.orphans_at = now + min(ORPHANS_S, after_s / 4)
         if member.replica.orphans < slots.ongoing:
-            member.orphaned_at = None
-        elif member.orphaned_at is None:
-            member.orphaned_at = now
-    if member.orphaned_at is None or now - member.orphaned_at <= after_s:
+            member.looks.orphaned_at = None
+        elif member.looks.orphaned_at is None:
+            member.looks.orphaned_at = now
+    if member.looks.orphaned_at is None or now - member.looks.orphaned_at <= after_s:
         return ""
     return (
         f"all of its {slots.max_ongoing} slots have been held for more than {after_s:g} s by calls "
@@ -153,16 +155,16 @@ def _note_worn(deployment: RunningDeployment, member: Member, now: float) -> Non
         return
     config, replica = deployment.config, member.replica
     most, most_mb = config.max_requests_per_replica, config.max_memory_mb
-    if most is not None and replica.slots.begun >= most * (1 + EXTRA * member.extra):
+    if most is not None and replica.slots.begun >= most * (1 + EXTRA * member.looks.extra):
         member.worn = (
             f"it has begun {replica.slots.begun} requests (max_requests_per_replica={most})"
         )
         logger.info("%s retires: %s", replica.replica_id, member.worn)
     elif most_mb is None:
         member.excess = ""
-    elif member.measuring is None or member.measuring.done():
+    elif member.looks.measuring is None or member.looks.measuring.done():
         measuring = _note_memory(deployment, member, most_mb)
-        member.measuring = asyncio.get_running_loop().create_task(measuring)
+        member.looks.measuring = asyncio.get_running_loop().create_task(measuring)
 
 
 async def _note_memory(deployment: RunningDeployment, member: Member, most_mb: float) -> None:
@@ -178,17 +180,17 @@ async def _note_memory(deployment: RunningDeployment, member: Member, most_mb: f
     text = f"it has {has_mb:.0f} MB (max_memory_mb={most_mb:g})"
     if served_s < SHORT_LIFE_S and not member.excess:
         member.excess = f"{text} within {SHORT_LIFE_S:g} s of its start; raise max_memory_mb"
-    if now < deployment.retire_at:
+    if now < deployment.setbacks.retire_at:
         return
     member.worn = member.excess or text
-    pause_s = deployment.note_outgrown(0.0 if member.excess else served_s, now)
+    pause_s = deployment.setbacks.note_outgrown(0.0 if member.excess else served_s, now)
     later = f"; the next retires in {pause_s:g} s at the earliest" if pause_s else ""
     logger.warning("%s retires: %s%s", member.replica.replica_id, member.worn, later)
 
 
 def _place(replica: Replica) -> str:
     """Return the line of user code that keeps a replica from going on, "" if it is not found."""
-    if replica.host.isolation is Isolation.PROCESS:
+    if replica.host.isolation is OwnPart.PROCESS:
         return ""  # it is in another process
     standing = replica.host.standing()
     if standing is not None and standing[1].is_users:
@@ -204,16 +206,16 @@ def _place(replica: Replica) -> str:
 
 def _tell(member: Member, now: float, since: float, activity: str) -> None:
     """Log each `TELL_S` that a replica is still starting, with the line that user code is at."""
-    if now < max(member.tell_at, since + TELL_S):
+    if now < max(member.looks.tell_at, since + TELL_S):
         return
-    member.tell_at = now + TELL_S
+    member.looks.tell_at = now + TELL_S
     where = f" at {place}" if (place := place_of_start(member.replica)) is not NOWHERE else ""
     logger.warning(
         "%s is still %s after %.0f s%s", member.replica.replica_id, activity, now - since, where
     )
 
 
-def place_of_start(replica: Replica) -> Place:
+def place_of_start(replica: Replica) -> CodeLine:
     """Return the line that a constructor, lifespan or `reconfigure` of a replica is at."""
     frames = current_frames()
     thread = replica.host.thread
@@ -225,7 +227,7 @@ _STARTS = ("ThreadHost._start", "Lifespan._run", "Replica._reconfigure")
 """The coroutines that start a replica's user code, or change its `user_config`."""
 
 
-def _awaited(loop: asyncio.AbstractEventLoop) -> Place:
+def _awaited(loop: asyncio.AbstractEventLoop) -> CodeLine:
     """Return the line that such an `async` function on this loop awaits."""
     coroutines = [task.get_coro() for task in asyncio.all_tasks(loop)]
     # A constructor's is awaited by the one of `run_on`.

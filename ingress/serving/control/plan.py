@@ -91,7 +91,7 @@ class Observed:
     retry_at: float = 0.0
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     START = "start"
     DROP = "drop"
     PARK = "park"
@@ -103,7 +103,7 @@ class Kind(Enum):
 class Action:
     """One step towards the desired replicas; `number` is `None` for START."""
 
-    kind: Kind
+    kind: ActionKind
     number: int | None = None
 
 
@@ -123,18 +123,18 @@ def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
             case Phase.LEAVING:
                 pass
             case _ if each.is_lost:
-                actions.append(Action(Kind.DROP, each.number))
+                actions.append(Action(ActionKind.DROP, each.number))
             case Phase.SERVING | Phase.AWAY if each.is_stuck:
-                actions.append(Action(Kind.PARK, each.number))
+                actions.append(Action(ActionKind.PARK, each.number))
             case Phase.SERVING:
                 serving.append(each)
             case Phase.PARKED if not each.is_stuck:
-                actions.append(Action(Kind.RETURN, each.number))
+                actions.append(Action(ActionKind.RETURN, each.number))
                 serving.append(each)
             case Phase.STARTING if each.version == desired.version:
                 starting.append(each)
             case Phase.STARTING:
-                actions.append(Action(Kind.DROP, each.number))
+                actions.append(Action(ActionKind.DROP, each.number))
             case Phase.AWAY:
                 away.append(each)
     wanted = allowed(desired.count, num_stuck(observed))
@@ -150,12 +150,12 @@ def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
         room = 1
     starts = max(0, min(missing, room))
     surplus = sorted(starting, key=lambda each: each.number)[starts:]
-    actions += [Action(Kind.DROP, each.number) for each in (*dropped, *surplus)]
+    actions += [Action(ActionKind.DROP, each.number) for each in (*dropped, *surplus)]
     if now >= observed.retry_at:
-        actions += [Action(Kind.START)] * (starts - len(starting))
+        actions += [Action(ActionKind.START)] * (starts - len(starting))
     if not away:
         behind = [each.number for each in fresh if each.config != desired.config]
-        actions += [Action(Kind.RECONFIGURE, number) for number in behind[:1]]
+        actions += [Action(ActionKind.RECONFIGURE, number) for number in behind[:1]]
     return actions
 
 

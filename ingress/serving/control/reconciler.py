@@ -17,17 +17,17 @@ from functools import partial
 from ingress.app.declaration.build import fill
 from ingress.core.base.counters import keep
 from ingress.core.base.settings import Settings
-from ingress.core.base.types import DeploymentID, Place, ReplicaID, ReplicaRank
+from ingress.core.base.types import DeploymentID, ReplicaID, ReplicaPlace, ReplicaRank
 from ingress.core.calls.loops import mailbox_of, reserve_descriptors
-from ingress.core.execution.mistakes import described
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentHandle
 from ingress.serving.control.health import observe
-from ingress.serving.control.plan import Kind, Observed, Phase, decide, is_blocked, num_stuck
+from ingress.serving.control.plan import ActionKind, Observed, Phase, decide, is_blocked, num_stuck
 from ingress.serving.control.running import BROKEN, FAILED_CHECKS, Member, RunningDeployment
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
 from ingress.telemetry.metrics.series import replica_ended, source_of
+from ingress.telemetry.mistakes import described
 
 LOOK_S = 0.2
 SCALE_S = 0.1  # where there is autoscaling: the first request to no replica waits for this
@@ -74,12 +74,12 @@ class Reconciler:
 
         Raises the error of a start, and `DeploymentUnavailableError` once the deployment stops.
         """
-        while deployment.failed is None and not deployment.is_settled():
+        while deployment.setbacks.failed is None and not deployment.is_settled():
             if deployment.is_stopping:
                 raise DeploymentUnavailableError(deployment.stopped)
             await deployment.changed.wait()
-        if deployment.failed is not None:
-            raise deployment.failed
+        if deployment.setbacks.failed is not None:
+            raise deployment.setbacks.failed
 
     async def _look_on(self) -> None:
         loop = asyncio.get_running_loop()
@@ -97,14 +97,14 @@ class Reconciler:
                         self.look(deployment)
                 except Exception:  # one deployment must not end the look at all others
                     logger.exception("the control plane failed at %s", deployment.built.name)
-            pause_s = SCALE_S if any(each.scaler for each in self._deployments) else LOOK_S
+            pause_s = SCALE_S if any(each.using.scaler for each in self._deployments) else LOOK_S
             due = loop.time() + pause_s
             await asyncio.sleep(pause_s)
         self._looking = None
 
     def _scale(self, deployment: RunningDeployment, now: float) -> bool:
         """Have a deployment desire as many replicas as its load needs. Returns False if it does."""
-        scaler = deployment.scaler
+        scaler = deployment.using.scaler
         if scaler is None or not deployment.has_started or deployment.is_stopping:
             return False
         live = [each for each in deployment.members if each.phase in (Phase.SERVING, Phase.AWAY)]
@@ -122,7 +122,8 @@ class Reconciler:
 
     def look(self, deployment: RunningDeployment) -> None:
         """Decide about a deployment, and act."""
-        if deployment.is_stopping or deployment.failed is not None or deployment.is_quiet():
+        has_failed = deployment.setbacks.failed is not None
+        if deployment.is_stopping or has_failed or deployment.is_quiet():
             return
         now = asyncio.get_running_loop().time()
         observed = self._observed(deployment, now)
@@ -136,17 +137,17 @@ class Reconciler:
                 continue
             member = members[action.number]
             match action.kind:
-                case Kind.DROP:
+                case ActionKind.DROP:
                     self._drop(deployment, member)
-                case Kind.PARK:
+                case ActionKind.PARK:
                     deployment.router.remove(member.replica)
                     member.phase, member.parked_at = Phase.PARKED, now
-                case Kind.RETURN if member.task is not None and not member.task.done():
+                case ActionKind.RETURN if member.task is not None and not member.task.done():
                     member.phase = Phase.AWAY  # its reconfiguration has yet to end
-                case Kind.RETURN:
+                case ActionKind.RETURN:
                     deployment.router.add(member.replica)
                     member.phase = Phase.SERVING
-                case Kind.RECONFIGURE if member.phase is Phase.SERVING:
+                case ActionKind.RECONFIGURE if member.phase is Phase.SERVING:
                     self._take_away(deployment, member)
         for member in deployment.members:
             if member.phase is Phase.PARKED:
@@ -187,23 +188,24 @@ class Reconciler:
                 self._note_loss(deployment, member, now)
         observed = deployment.observed(facts)
         # An update would wait for ever for replicas that are not started.
-        if deployment.attempts is not None and is_blocked(deployment.desired, observed):
+        if deployment.setbacks.attempts is not None and is_blocked(deployment.desired, observed):
             cap = deployment.cap(num_stuck(observed))
-            deployment.give_up(RuntimeError(f"{cap}; restart the process"))
-        return observed if deployment.failed is None else None
+            deployment.setbacks.give_up(RuntimeError(f"{cap}; restart the process"))
+            deployment.note_change()
+        return observed if deployment.setbacks.failed is None else None
 
     def _note_loss(self, deployment: RunningDeployment, member: Member, now: float) -> None:
         """Count a replica whose loop has ended; `decide` drops it."""
         replica = member.replica
         if member.phase is Phase.STARTING:
             self._on_failed_start(deployment, RuntimeError(replica.host.end))
-            if deployment.failed is not None:  # there is no decision
+            if deployment.setbacks.failed is not None:  # there is no decision
                 self._drop(deployment, member)
             return
         if member.phase is Phase.AWAY and replica.is_reconfiguring:
             self._on_failed_reconfigure(deployment, member, "ended its replica")
         text = f"{replica.gone_error()}{replica.host.last_output}"
-        deployment.note_loss(now - member.started_at, text, now)
+        deployment.setbacks.note_loss(now - member.started_at, text, now)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -223,32 +225,32 @@ class Reconciler:
         member.task = self._spawn(self._run_start(deployment, member))
 
     def _new_member(self, deployment: RunningDeployment, now: float) -> Member:
-        if deployment.borrowed is None and deployment.has_started:
+        if deployment.using.borrowed is None and deployment.has_started:
             reserve_descriptors(1, may_raise=self._settings.raise_file_limit)
         config, router = deployment.config, deployment.router
         number = deployment.next_number
         deployment.next_number += 1
-        make_host = deployment.factories.thread_host
+        make_host = deployment.using.factories.thread_host
         if config.isolation == "process":
             control = mailbox_of(asyncio.get_running_loop())
             make_host = partial(
-                deployment.factories.process_host,
+                deployment.using.factories.process_host,
                 built=deployment.built,
                 make_handle=self._make_handle,
                 on_lost=partial(control.post, self.look, deployment),
             )
-        replica = deployment.factories.replica(
+        replica = deployment.using.factories.replica(
             ReplicaID(str(number), router.deployment_id),
             partial(
                 make_host,
                 func_or_class=deployment.built.deployment.func_or_class,
-                bound_app=deployment.bound_app,
+                bound_app=deployment.built.bound_app,
                 num_cpus=config.num_cpus,
                 lanes=config.lanes,
                 sync_in_threadpool=self._settings.run_sync_in_threadpool,
-                borrowed=deployment.borrowed,
+                borrowed=deployment.using.borrowed,
                 stall_threshold_s=self._settings.stall_threshold_s,
-                factories=deployment.factories,
+                factories=deployment.using.factories,
             ),
             max_ongoing=config.max_ongoing_requests,
             release=router.release,
@@ -258,7 +260,7 @@ class Reconciler:
         desired = deployment.desired
         taken = {each.rank for each in deployment.members if each.phase is not Phase.LEAVING}
         rank = next(each for each in range(len(taken) + 1) if each not in taken)
-        place = Place(ReplicaRank(rank, 0, rank), desired.count, str(desired.version))
+        place = ReplicaPlace(ReplicaRank(rank, 0, rank), desired.count, str(desired.version))
         replica.context.place = place
         return Member(
             replica,
@@ -291,14 +293,13 @@ class Reconciler:
         # cancel this task, but the replica's loop may have ended the start already.
         if member.phase is not Phase.STARTING or deployment.is_stopping:
             return
-        period_s = deployment.config.health_check_period_s
         member.served_at = asyncio.get_running_loop().time()
-        member.check_at = member.served_at + period_s
+        member.looks.check_at = member.served_at + deployment.config.health_check_period_s
         member.phase = Phase.SERVING
         self._fit(deployment, member)
         deployment.router.add(replica)
         deployment.note_config(member)
-        deployment.note_start()
+        deployment.setbacks.note_start()
         # A look takes as long as there are replicas: many that start together share one.
         if len(deployment.members) <= FEW:
             self._look_at_start(deployment)
@@ -313,12 +314,12 @@ class Reconciler:
 
     def _on_failed_start(self, deployment: RunningDeployment, error: Exception) -> None:
         now = asyncio.get_running_loop().time()
-        deployment.note_failed_start(error, described(error), now)
-        if deployment.failed is None:
+        deployment.setbacks.note_failed_start(error, described(error), now)
+        if deployment.setbacks.failed is None:
             logger.error(
                 "a replica of %s failed to start; the next attempt is in %.1f s",
                 deployment.router.deployment_id,
-                deployment.retry_at - now,
+                deployment.setbacks.retry_at - now,
                 exc_info=error,
             )
         deployment.note_change()
@@ -442,8 +443,8 @@ class Reconciler:
             deployment.router.remove(replica)
         ends: list[Awaitable[None]] = []
         for member in list(deployment.members):
-            if member.check is not None:
-                member.check.cancel()
+            if member.looks.check is not None:
+                member.looks.check.cancel()
             if member.phase is Phase.LEAVING and member.task is not None:
                 ends.append(self._hurry(member, member.task, timeout_s))
                 continue

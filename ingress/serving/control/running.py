@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from random import random
 
-from ingress.app.asgi import BoundApp
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.config import DeploymentConfig
 from ingress.core.base.counters import ReplicaCounts
@@ -28,7 +27,7 @@ from ingress.serving.control.plan import (
 )
 from ingress.serving.control.scaling import Scaler
 from ingress.serving.http.proxy import Condition, HTTPProxy
-from ingress.serving.replicas.host import Isolation
+from ingress.serving.replicas.host import OwnPart
 from ingress.serving.replicas.replica import Replica, ReplicaState
 from ingress.serving.replicas.router import Router
 
@@ -38,22 +37,48 @@ FAILED_CHECKS = 3  # in a row; source: Ray 2.60.0, REPLICA_HEALTH_CHECK_UNHEALTH
 
 
 @dataclass(eq=False, slots=True)
+class Looks:
+    """The notes of `health` on one replica, between two looks. The reconciler sets only `check_at`.
+
+    check        the health check that runs, or the last one; the next one begins at `check_at`
+    stands       heartbeats of its loop when it was last seen to stand, and since when it does
+    suspected    looks in a row at which it seemed to be stuck
+    orphaned_at  since when orphans hold all its slots; they are counted again at `orphans_at`
+    extra        its part of the requests by which replicas retire at different times, 0 to 1
+    measuring    the measurement of its memory
+    tell_at      time before which no log record tells that it is still starting
+    """
+
+    check: asyncio.Task[None] | None = None
+    check_at: float = 0.0
+    stands: tuple[float, float] | None = None
+    suspected: int = 0
+    orphaned_at: float | None = None
+    orphans_at: float = 0.0
+    extra: float = field(default_factory=random)
+    measuring: asyncio.Task[None] | None = None
+    tell_at: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
 class Member:
     """One replica of a deployment, and what the controller knows of it. Owned by the control loop.
 
+    Written by the reconciler:
+
     version, config  numbers of the code and of the `user_config` that it has
-    failures         health checks that failed, one after another
-    failed_checks    health checks that failed in all
-    stuck            the reason why it gets no calls although it runs, "" if it is not stuck
-    stands           heartbeats of its loop when it was last seen to stand, and since when it does
-    suspected        looks in a row at which it seemed to be stuck
-    orphaned_at      since when orphans hold all its slots
-    worn             the limit of its life that it has reached, "" before that
-    excess           the reason why it had too much memory soon after its start, "" if it had not
-    extra            its part of the requests by which replicas retire at different times, 0 to 1
     away_at          when it was last taken out of routing, to be reconfigured
     parked_at        when it was last taken out of routing, because it is stuck
     task             its start, its reconfiguration, or its end
+
+    Written by `health`, for the reconciler and the status:
+
+    failures         health checks that failed, one after another
+    failed_checks    health checks that failed in all
+    stuck            the reason why it gets no calls although it runs, "" if it is not stuck
+    worn             the limit of its life that it has reached, "" before that
+    excess           the reason why it had too much memory soon after its start, "" if it had not
+    looks            its own notes
     """
 
     replica: Replica
@@ -62,25 +87,17 @@ class Member:
     config: int
     rank: int = 0
     phase: Phase = Phase.STARTING
-    failures: int = 0
-    failed_checks: int = 0
-    check_at: float = 0.0
-    check: asyncio.Task[None] | None = None
-    stuck: str = ""
-    stands: tuple[float, float] | None = None
-    suspected: int = 0
-    orphaned_at: float | None = None
-    orphans_at: float = 0.0
-    worn: str = ""
-    excess: str = ""
-    extra: float = field(default_factory=random)
     started_at: float = 0.0
     served_at: float = 0.0
-    measuring: asyncio.Task[None] | None = None
     away_at: float = 0.0
     parked_at: float = 0.0
-    tell_at: float = 0.0
     task: asyncio.Task[None] | None = None
+    failures: int = 0
+    failed_checks: int = 0
+    stuck: str = ""
+    worn: str = ""
+    excess: str = ""
+    looks: Looks = field(default_factory=Looks)
 
     @property
     def is_ill(self) -> bool:
@@ -95,8 +112,8 @@ class Member:
         # A loop that other replicas share, or the server's, cannot be replaced with its replica. A
         # process is ended: it does not come back.
         isolation = self.replica.host.isolation
-        killable = isolation is Isolation.PROCESS
-        is_stuck = bool(self.stuck) and isolation is Isolation.THREAD
+        killable = isolation is OwnPart.PROCESS
+        is_stuck = bool(self.stuck) and isolation is OwnPart.THREAD
         # The start of a lost process fails and is counted: dropped before that, it would be tried
         # again without a pause.
         fails = killable and self.phase is Phase.STARTING
@@ -111,92 +128,153 @@ class Member:
 class Version:
     """The code of a deployment with its options, and the parts that its replicas are made with.
 
-    number, config_number  those of `Desired`
-    before                 that of `RunningDeployment`
+    number, config_number, count  those of `Desired`
+    config     the options in use, which may have been changed since it was built
+    borrowed   the loop that its replicas run on, `None` if each has its own
+    scaler     decides how many replicas are desired, `None` for a fixed number
+    before     the last config whose `user_config` all replicas have taken, `None` if not known
     """
 
-    number: int
-    config_number: int
     built: BuiltDeployment
-    bound_app: BoundApp | None
     config: DeploymentConfig
     factories: Factories
-    borrowed: asyncio.AbstractEventLoop | None
-    scaler: Scaler | None
-    count: int
+    number: int = 0
+    config_number: int = 0
+    borrowed: asyncio.AbstractEventLoop | None = None
+    scaler: Scaler | None = None
+    count: int = 0
     before: DeploymentConfig | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Setbacks:
+    """The starts that failed and the replicas that were lost. Owned by the control loop.
+
+    Written by the reconciler; `outgrown` and `retire_at` by `health`, `attempts` with an update.
+
+    attempts        failed starts, one after another, before a start or an update is given up;
+                    `None` for replacements and added replicas, which are tried for ever
+    failed          the error of the start or update that was given up
+    in_a_row        starts that failed, one after another; `failed_starts`: in all
+    retry_at        time before which no replica starts
+    problem         the error of the last start, "" once a start succeeds
+    loss            the end of the last replica that was lost, until another one has started
+    losses          replicas that ended by themselves
+    crashes         replicas that were lost soon after their start, one after another
+    outgrown        replicas that had too much memory soon after their start, one after another
+    retire_at       time before which none is replaced for its memory
+    """
+
+    attempts: int | None = None
+    failed: Exception | None = None
+    in_a_row: int = 0
+    failed_starts: int = 0
+    retry_at: float = 0.0
+    problem: str = ""
+    loss: str = ""
+    losses: int = 0
+    crashes: int = 0
+    outgrown: int = 0
+    retire_at: float = 0.0
+
+    def begin(self, attempts: int) -> None:
+        """Have the replicas that start from now on given up after so many failures."""
+        self.attempts, self.failed = attempts, None
+        self.note_start()
+
+    def note_start(self) -> None:
+        self.in_a_row, self.retry_at, self.problem, self.loss = 0, 0.0, "", ""
+
+    def note_failed_start(self, error: Exception, text: str, now: float) -> None:
+        """Count a start that failed; the next one has to wait."""
+        self.in_a_row += 1
+        self.failed_starts += 1
+        self.retry_at = now + retry_after_s(self.in_a_row)
+        self.problem = f"a replica failed to start: {text}"
+        if self.attempts is not None and self.in_a_row >= self.attempts:
+            self.failed = error
+
+    def give_up(self, error: Exception) -> None:
+        """End a start or an update."""
+        self.failed, self.problem = error, str(error)
+
+    def note_loss(self, lived_s: float, text: str, now: float) -> None:
+        """Count a replica that was lost; from the second in a row on, the next has to wait."""
+        self.losses += 1
+        self.loss = text
+        self.crashes = self.crashes + 1 if lived_s < SHORT_LIFE_S else 0
+        if self.crashes > 1:
+            self.retry_at = now + retry_after_s(self.crashes - 1)
+            self.problem = text
+
+    def note_outgrown(self, served_s: float, now: float) -> float:
+        """Count a replica with too much memory. Returns the pause until the next may retire.
+
+        It is 0 for one that has served long: otherwise the next would have as much, and the
+        deployment would do nothing but start replicas.
+        """
+        self.outgrown = self.outgrown + 1 if served_s < SHORT_LIFE_S else 0
+        pause_s = retry_after_s(self.outgrown) if self.outgrown else 0.0
+        self.retire_at = now + pause_s
+        return pause_s
 
 
 @dataclass(eq=False, slots=True)
 class RunningDeployment:
     """One deployment's router and replicas. Owned by the control loop; any thread may read.
 
-    config         the options in use, which may have been changed since it was built
-    borrowed       the loop that its replicas run on, `None` if each has its own
-    loss           the end of the last replica that was lost, until another one has started
-    has_started    becomes true when the replicas of the first start serve
-    left           replicas that have stopped, but whose threads still run user code
-    attempts       failed starts, one after another, before a start or an update is given up;
-                   `None` for replacements and added replicas, which are tried for ever
-    failed         the error of the start or update that was given up
-    crashes        replicas that were lost soon after their start, one after another
-    outgrown       replicas that had too much memory soon after their start, one after another
-    retire_at      time before which none is replaced for its memory
-    problem        the error of the last start, "" once a start succeeds
-    rejected       why the last change was given up, "" if it was not
-    is_look_due    replicas have started that are looked at soon, together
-    resized        the last change of the number of replicas
-    is_ending      becomes true before it stops: none starts in the place of one that serves
-    rushed         is set when replicas that drain are to stop at once
-    before         the last config whose `user_config` all replicas have taken, `None` if not known
-    is_untried     true after a change of `user_config` until a replica has taken it
+    Written by the controller and by `changes`: the replicas that it should have.
+
+    using          the version in use: replaced as a whole
+    desired        the replicas that it should have
+    previous       the version before the update that is going on, `None` if none is
     next_config    number of the last `user_config`
     next_version   number of the last version
-    previous       the version before the update that is going on, `None` if none is
+    resized        the last change of the number of replicas
+    is_ending      becomes true before it stops: none starts in the place of one that serves
+    has_started    becomes true when the replicas of the first start serve
+    is_untried     true after a change of `user_config` until a replica has taken it
+    rejected       why the last change was given up, "" if it was not; the reconciler gives up
+
+    Written by the reconciler: the replicas that it has.
+
+    left           replicas that have stopped, but whose threads still run user code
+    rushed         is set when replicas that drain are to stop at once
+    is_look_due    replicas have started that are looked at soon, together
     ended          the counters of replicas that have ended, by their ids
-    losses         replicas that ended by themselves
-    failed_starts  starts of replicas that failed
-    scaler         decides how many replicas are desired, `None` for a fixed number
     changed        is set, and replaced, at each change
     """
 
-    built: BuiltDeployment
-    config: DeploymentConfig
     router: Router
-    bound_app: BoundApp | None
     proxy: HTTPProxy
-    factories: Factories
-    borrowed: asyncio.AbstractEventLoop | None = None
+    using: Version
     desired: Desired = field(default_factory=lambda: Desired(0))
+    previous: Version | None = None
+    next_config: int = 0
+    next_version: int = 0
+    resized: int = 0
+    is_ending: bool = False
+    has_started: bool = False
+    is_untried: bool = False
+    rejected: str = ""
     members: list[Member] = field(default_factory=list)
     left: list[Replica] = field(default_factory=list)
     next_number: int = 0
-    has_started: bool = False
-    loss: str = ""
     is_stopping: bool = False
-    is_ending: bool = False
     rushed: asyncio.Event = field(default_factory=asyncio.Event)
     is_look_due: bool = False
-    resized: int = 0
-    start_failures: int = 0
-    retry_at: float = 0.0
-    attempts: int | None = None
-    failed: Exception | None = None
-    crashes: int = 0
-    outgrown: int = 0
-    retire_at: float = 0.0
-    problem: str = ""
-    rejected: str = ""
-    before: DeploymentConfig | None = None
-    is_untried: bool = False
-    next_config: int = 0
-    scaler: Scaler | None = None
-    next_version: int = 0
-    previous: Version | None = None
+    setbacks: Setbacks = field(default_factory=Setbacks)
     ended: dict[str, ReplicaCounts] = field(default_factory=dict)
-    losses: int = 0
-    failed_starts: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def built(self) -> BuiltDeployment:
+        return self.using.built
+
+    @property
+    def config(self) -> DeploymentConfig:
+        """The options in use."""
+        return self.using.config
 
     @property
     def replicas(self) -> list[Replica]:
@@ -228,7 +306,7 @@ class RunningDeployment:
         )
 
     def observed(self, facts: Sequence[Fact]) -> Observed:
-        return Observed(facts, len(self.left), self.retry_at)
+        return Observed(facts, len(self.left), self.setbacks.retry_at)
 
     def cap(self, stuck: int) -> str:
         """Return why too many replicas are stuck for others to start, "" if others may."""
@@ -298,9 +376,10 @@ class RunningDeployment:
     def change_user_config(self, config: DeploymentConfig) -> None:
         """Use a config with another `user_config`; the replicas get it one after another."""
         # Race with the change before, which may fail yet: the deployment never returns to that.
-        if self.before is None or self._has_taken_config():
-            self.before = self.config
-        self.config = config
+        before = self.using.before
+        if before is None or self._has_taken_config():
+            before = self.config
+        self.using = replace(self.using, config=config, before=before)
         self.next_config += 1
         self.is_untried, self.rejected = True, ""
         self.desire(config=self.next_config)
@@ -321,52 +400,17 @@ class RunningDeployment:
         """Return to the `user_config` before the last change, which failed."""
         self.rejected = f"{problem}; the user_config before is in use"
         self.is_untried = False
-        if self.before is None or self.before.user_config == self.config.user_config:
+        before = self.using.before
+        if before is None or before.user_config == self.config.user_config:
             return  # the return itself failed: the replica is replaced
-        self.config = self.config.with_options(user_config=self.before.user_config)
+        config = self.config.with_options(user_config=before.user_config)
+        self.using = replace(self.using, config=config)
         self.next_config += 1
         self.desire(config=self.next_config)
 
     def note_change(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
-
-    def note_failed_start(self, error: Exception, text: str, now: float) -> None:
-        """Count a start that failed; the next one has to wait."""
-        self.start_failures += 1
-        self.failed_starts += 1
-        self.retry_at = now + retry_after_s(self.start_failures)
-        self.problem = f"a replica failed to start: {text}"
-        if self.attempts is not None and self.start_failures >= self.attempts:
-            self.failed = error
-
-    def give_up(self, error: Exception) -> None:
-        """End a start or an update."""
-        self.failed, self.problem = error, str(error)
-        self.note_change()
-
-    def note_loss(self, lived_s: float, text: str, now: float) -> None:
-        """Count a replica that was lost; from the second in a row on, the next has to wait."""
-        self.losses += 1
-        self.loss = text
-        self.crashes = self.crashes + 1 if lived_s < SHORT_LIFE_S else 0
-        if self.crashes > 1:
-            self.retry_at = now + retry_after_s(self.crashes - 1)
-            self.problem = text
-
-    def note_outgrown(self, served_s: float, now: float) -> float:
-        """Count a replica with too much memory. Returns the pause until the next may retire.
-
-        It is 0 for one that has served long: otherwise the next would have as much, and the
-        deployment would do nothing but start replicas.
-        """
-        self.outgrown = self.outgrown + 1 if served_s < SHORT_LIFE_S else 0
-        pause_s = retry_after_s(self.outgrown) if self.outgrown else 0.0
-        self.retire_at = now + pause_s
-        return pause_s
-
-    def note_start(self) -> None:
-        self.start_failures, self.retry_at, self.problem, self.loss = 0, 0.0, "", ""
 
     def begin_rollout(self) -> None:
         """Have the replicas that start from now on given up after too many failures.
@@ -375,58 +419,44 @@ class RunningDeployment:
         reported at once.
         """
         is_given = "max_constructor_retry_count" in self.config.model_fields_set
-        self.attempts = 1 + self.config.max_constructor_retry_count if is_given else 1
-        self.failed = None
-        self.note_start()
+        self.setbacks.begin(1 + self.config.max_constructor_retry_count if is_given else 1)
 
     def version(self) -> Version:
         """Return the version that is desired."""
         desired = self.desired
-        return Version(
-            desired.version,
-            desired.config,
-            self.built,
-            self.bound_app,
-            self.config,
-            self.factories,
-            self.borrowed,
-            self.scaler,
-            desired.count,
-            self.before,
+        return replace(
+            self.using, number=desired.version, config_number=desired.config, count=desired.count
         )
 
     def use(self, version: Version) -> None:
         """Desire replicas of a version. Those of another one are replaced."""
-        self.built, self.bound_app = version.built, version.bound_app
-        self.config, self.factories = version.config, version.factories
-        self.borrowed, self.scaler = version.borrowed, version.scaler
-        self.before, self.is_untried, self.rejected = version.before, False, ""
+        self.using, self.is_untried, self.rejected = version, False, ""
+        bound_app = version.built.bound_app
         self.router.limit(version.config.max_queued_requests, version.config.backpressure_config)
         self.router.graceful_shutdown_timeout_s = version.config.graceful_shutdown_timeout_s
-        self.router.has_app = version.bound_app is not None
-        if version.bound_app is not None:
-            self.router.templates = version.bound_app.templates()
+        self.router.has_app = bound_app is not None
+        if bound_app is not None:
+            self.router.templates = bound_app.templates()
         self.desire(count=version.count, version=version.number, config=version.config_number)
 
     def is_updating(self) -> bool:
         """Return whether an update of the application has yet to replace all its replicas."""
         if self.previous is None:
             return False
-        return self.attempts is not None or self.desired.version == self.previous.number
+        return self.setbacks.attempts is not None or self.desired.version == self.previous.number
 
     def roll_back(self) -> None:
         """Desire the version before an update that was given up, as if it had not begun."""
         version, self.previous = self.previous, None
-        self.failed = None
-        self.attempts = None
-        self.note_start()
+        self.setbacks.failed = self.setbacks.attempts = None
+        self.setbacks.note_start()
         if version is not None and version.number != self.desired.version:
             self.use(version)
 
     def end_rollout(self) -> None:
         """Have the replicas that start from now on tried for ever: they replace others."""
         self.has_started = True
-        self.attempts = None
+        self.setbacks.attempts = None
         self.resized = 0
 
     def trouble(self) -> str:
@@ -439,10 +469,10 @@ class RunningDeployment:
         stuck = [each for each in members if each.stuck]
         if cap := self.cap(len(stuck) + len(self.left)):
             return cap
-        if stuck and (self.borrowed is not None or not self.serving()):
+        if stuck and (self.using.borrowed is not None or not self.serving()):
             return "; ".join(f"{each.replica.replica_id}: {each.stuck}" for each in stuck)
-        if self.has_started and self.problem and self.serving() < self.desired.count:
-            return self.problem
+        if self.has_started and self.setbacks.problem and self.serving() < self.desired.count:
+            return self.setbacks.problem
         return ""
 
     def _size(self) -> DeploymentStatus:
@@ -463,13 +493,13 @@ class RunningDeployment:
         status = DeploymentStatus.UPDATING if starting else self._size()
         stuck = [f"{each.replica.replica_id}: {each.stuck}" for each in members if each.stuck]
         excess = [f"{each.replica.replica_id}: {each.excess}" for each in members if each.excess]
-        loss = self.loss if self.serving() < self.desired.count else ""
-        message = self.rejected or self.problem or loss or "; ".join(stuck or excess)
+        loss = self.setbacks.loss if self.serving() < self.desired.count else ""
+        message = self.rejected or self.setbacks.problem or loss or "; ".join(stuck or excess)
         trouble = self.trouble() or ("" if serving is None else serving.trouble())
         if trouble:
             status, message = DeploymentStatus.UNHEALTHY, trouble
-        if self.failed is not None:
-            status, message = DeploymentStatus.DEPLOY_FAILED, self.problem
+        if self.setbacks.failed is not None:
+            status, message = DeploymentStatus.DEPLOY_FAILED, self.setbacks.problem
         trigger = "CONFIG_UPDATE_STARTED" if starting else "CONFIG_UPDATE_COMPLETED"
         return status, trigger, message
 

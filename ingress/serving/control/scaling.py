@@ -34,7 +34,7 @@ RAYS = "ray.serve.autoscaling_policy"  # its functions are ours, under the same 
 SAMPLE_S = 0.5  # the longest pause between two samples of the load
 
 
-class Sample(NamedTuple):
+class LoadSample(NamedTuple):
     """The load from `at` until the next sample."""
 
     at: float
@@ -79,7 +79,7 @@ class Scaler:
         self.config = config
         self._policy = policy
         self._is_default = policy is autoscaling_policy.default_autoscaling_policy
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[LoadSample] = deque()
         self._next_at = 0.0
         self._state: dict[str, Any] = {}
         self._trend: Trend = STEADY
@@ -97,7 +97,7 @@ class Scaler:
             return
         self._next_at = now + min(SAMPLE_S, self.config.metrics_interval_s)
         if not samples or samples[-1][1:] != (total, queued):
-            samples.append(Sample(now, total, queued))
+            samples.append(LoadSample(now, total, queued))
         oldest = now - self.config.look_back_period_s
         while len(samples) > 1 and samples[1].at <= oldest:
             samples.popleft()

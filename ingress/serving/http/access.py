@@ -15,22 +15,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress.app.asgi import route_template
+from ingress.app.asgi import RouteTemplates, route_template
+from ingress.core.base.counters import CLIENT_LEFT
 from ingress.core.calls.call import Call
 from ingress.core.calls.tracing import trace_id_of
 from ingress.telemetry.logs.identity import printable
 from ingress.telemetry.logs.options import ACCESS, LOGS
 
-if TYPE_CHECKING:  # it imports this module
-    from ingress.serving.http.reply import Reply
-
 _logger = logging.getLogger(ACCESS)
 _MESSAGE = "%s %s %s %.1fms"  # Ray 2.60.0, logging_utils.py
-CLIENT_LEFT = 499  # as in Ray Serve, and in nginx
 SWITCHED = 101
 DENIED = 403  # the answer of servers to a WebSocket that is closed before it is accepted
 
@@ -38,13 +35,13 @@ DENIED = 403  # the answer of servers to a WebSocket that is closed before it is
 class AccessLine:
     """One request, as its line in the access log tells of it. Its `send` for the proxy.
 
-    Owned by the HTTP loop. The proxy sets `reply`, its `call` and `scope` once the request has a
+    Owned by the HTTP loop. `note_call` sets `call`, `scope` and `templates` once the request has a
     deployment: a reply that was not sent to its end has dropped its call when the line is logged.
     """
 
     __slots__ = (
         "__self__", "_began", "_outer", "_send", "_status", "call", "is_logged", "queued_at",
-        "reply", "request_id", "scope",
+        "request_id", "scope", "templates",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -53,9 +50,9 @@ class AccessLine:
         self._send = send
         self._began = monotonic()
         self._status = 0
-        self.reply: Reply | None = None
         self.call: Call | None = None
         self.scope: Scope | None = None
+        self.templates: RouteTemplates | None = None
         self.request_id = ""
         self.queued_at = 0.0  # when it asked for a slot, if it had a body to read before
         self.is_logged = False
@@ -68,7 +65,7 @@ class AccessLine:
                 self.log()
         elif kind in ("http.response.start", "websocket.http.response.start"):
             self._status = message["status"]
-            if self.reply is None:  # refused
+            if self.call is None:  # refused
                 self.request_id = _id_in(message)
         elif kind == "websocket.accept":
             self._status = SWITCHED
@@ -93,14 +90,14 @@ class AccessLine:
         if self.is_logged:
             return
         self.is_logged = True
-        reply, call = self.reply, self.call
+        call = self.call
         application = deployment = replica = route = model_id = trace_id = ""
         queue_ms = 0.0
         now = monotonic()
-        if reply is not None and call is not None:
+        if call is not None:
             metadata = call.metadata
             application, deployment = metadata.deployment.app_name, metadata.deployment.name
-            route = self._route(reply, call)
+            route = self._route(call)
             if metadata.multiplexed_model_id:
                 model_id = printable(metadata.multiplexed_model_id)
             self.request_id = metadata.request_id
@@ -108,9 +105,9 @@ class AccessLine:
             queued_at = self.queued_at or self._began
             queue_ms = max(0.0, (call.assigned_at or now) - queued_at) * 1e3
             if call.runner is not None:
-                replica = call.runner.context.replica_tag
+                replica = call.runner.replica_id.unique_id
             # They would outlive the request in the server's timers.
-            self.reply = self.call = self.scope = None
+            self.call = self.scope = self.templates = None
         if not LOGS.logs_access(application, deployment) or not _logger.isEnabledFor(logging.INFO):
             return
         latency_ms = (now - self._began) * 1e3
@@ -141,19 +138,18 @@ class AccessLine:
             fields["path"] = path
         _logger.handle(record)
 
-    def _route(self, reply: Reply, call: Call) -> str:
+    def _route(self, call: Call) -> str:
         """Return the route, also of a request that no endpoint has seen; "" for none."""
-        if self.scope is None:
+        if self.scope is None or self.templates is None:
             return ""
-        template = route_template(self.scope) or reply.router.templates.find(self.scope)
+        template = route_template(self.scope) or self.templates.find(self.scope)
         return call.metadata.route.rstrip("/") + template if template else ""
 
 
-def note_reply(send: Send, reply: Reply) -> None:
-    """Tell the access line of a request, if it has one, its reply, or its next attempt's."""
+def note_call(send: Send, call: Call, templates: RouteTemplates) -> None:
+    """Tell the access line of a request, if it has one, its call, or its next attempt's."""
     if isinstance(send, AccessLine):
-        send.reply, send.call = reply, reply.call
-        send.scope = reply.work.scope
+        send.call, send.scope, send.templates = call, call.work.scope, templates
 
 
 def leave_out(send: Send) -> None:

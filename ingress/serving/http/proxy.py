@@ -24,7 +24,7 @@ from ingress.app.asgi.responses import send_refusal
 from ingress.app.declaration.declaration import Application
 from ingress.core.base.counters import HTTPCounts
 from ingress.core.calls.retries import RetryBudget
-from ingress.serving.http.access import AccessLine, leave_out, note_reply
+from ingress.serving.http.access import AccessLine, leave_out, note_call
 from ingress.serving.http.asgi_messages import (
     GOING_AWAY,
     NORMAL,
@@ -197,7 +197,7 @@ class HTTPProxy:
             reply = WebSocketReply(*args)
         reply.attempts = attempts
         if is_logged:
-            note_reply(send, reply)
+            note_call(send, reply.call, router.templates)
         if now:
             reply.call.started_at = now
         return self.in_flight.serve(reply, scope, receive, send)

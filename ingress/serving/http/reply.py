@@ -37,7 +37,7 @@ from ingress.exceptions import (
     RayServeException,
     RequestTimeoutError,
 )
-from ingress.serving.http.access import AccessLine, note_reply
+from ingress.serving.http.access import AccessLine, note_call
 from ingress.serving.http.asgi_messages import gathered, with_request_id
 from ingress.serving.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.serving.http.client import Client
@@ -529,7 +529,7 @@ class Reply:
         metadata = self.call.metadata._replace(deadline=deadline)
         other = type(self)(metadata, self.router, scope, self._receive, self._send)
         other.first = self.first
-        note_reply(self._send, other)
+        note_call(self._send, other.call, self.router.templates)
         other.attempts = self.attempts
         other.call.runner = self.call.runner  # the router prefers another replica
         return other
@@ -579,7 +579,7 @@ class Reply:
                 call.metadata.request_id,
                 deployment.app_name,
                 deployment.name,
-                "" if call.runner is None else call.runner.context.replica_tag,
+                "" if call.runner is None else call.runner.replica_id.unique_id,
                 call.started_at,
                 begins,
                 begins,

@@ -11,9 +11,9 @@ If both are the same loop, nothing crosses threads: `send_here` sends by the ser
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from starlette.types import Message, Scope
 
@@ -21,14 +21,63 @@ from ingress.app.asgi import route_template
 from ingress.app.asgi.chunks import with_bytes
 from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
 from ingress.core.calls.channel import RESPONSE_BYTES, YIELD_EVERY, Channel
+from ingress.core.calls.loops import Mailbox
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
 from ingress.exceptions import RayServeException, StreamClosedError
 from ingress.serving.http.asgi_messages import NORMAL, SERVICE_RESTART, channel_for, size_of
-from ingress.serving.http.reply_state import CUT
+from ingress.serving.http.client import Client
+from ingress.serving.http.reply_state import CUT, ReplyState
+from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.user_code import UserCode
 
-if TYPE_CHECKING:  # it makes these
-    from ingress.serving.http.reply import Reply
+
+class ServerSide(Protocol):
+    """The server's side of a request, as user code's side sees it: a `Reply`.
+
+    Thread-safe: `client`, `disconnect`, `post` and `stop`. The other methods belong to the HTTP
+    loop, which gets them by `post` or its mailbox.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    mailbox: Mailbox
+    router: Router
+    task: asyncio.Task[Any] | None
+    first: Message | None
+    state: ReplyState
+    is_http: bool
+    streamed_at: float
+    answered_at: float
+
+    @property
+    def is_stream(self) -> bool: ...
+
+    def client(self) -> Client: ...
+
+    def disconnect(self, code: int) -> None: ...
+
+    def post(self, callback: Callable[..., Any], *args: Any) -> None: ...
+
+    def stop(self, error: RayServeException) -> None: ...
+
+    def serve_on(self, call: Call, runner: Runner) -> None: ...
+
+    def pump(self) -> None: ...
+
+    def complete(self, start: Message, body: Message) -> None: ...
+
+    def open(self, outbound: Channel[Message]) -> None: ...
+
+    async def pass_on(self, message: Message) -> None: ...
+
+    async def send_response(self, start: Message, body: Message) -> None: ...
+
+    def close(self) -> None: ...
+
+    def cut_late(self) -> None: ...
+
+    def end_stream(self) -> None: ...
+
+    def lose(self) -> None: ...
 
 
 class HTTPWork(Work):
@@ -43,7 +92,7 @@ class HTTPWork(Work):
         "has_answer", "is_heard", "reply", "route_label", "scope",
     )  # fmt: skip
 
-    def __init__(self, reply: Reply, scope: Scope, route: str) -> None:
+    def __init__(self, reply: ServerSide, scope: Scope, route: str) -> None:
         self.reply = reply
         self.scope: Scope = scope
         self.route_label = route

@@ -25,8 +25,8 @@ from starlette.datastructures import State
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.references import found_in, names_of
-from ingress.core.execution.mistakes import last_line as described
 from ingress.serving.processes.frames import dumps, loads
+from ingress.telemetry.mistakes import last_line as described
 
 logger = logging.getLogger("ingress")
 

@@ -21,9 +21,12 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 from ingress.core.execution.execution import contained
-from ingress.core.execution.mistakes import last_line as described
-from ingress.core.execution.tracebacks import (
-    Explanation,
+from ingress.exceptions import RayServeException, UserCodeExit
+from ingress.serving.processes.errors import unreadable
+from ingress.serving.processes.frames import dumps, loads
+from ingress.telemetry.mistakes import last_line as described
+from ingress.telemetry.tracebacks import (
+    ExplainingNote,
     RemoteTraceback,
     frames_of,
     headline,
@@ -31,9 +34,6 @@ from ingress.core.execution.tracebacks import (
     shortened,
     text_of,
 )
-from ingress.exceptions import RayServeException, UserCodeExit
-from ingress.serving.processes.errors import unreadable
-from ingress.serving.processes.frames import dumps, loads
 
 _LINKED = 100  # exceptions of one error, from which on a chain is shortened
 _NOTES = 20  # of one exception
@@ -191,7 +191,7 @@ class _Sending:
         except Exception as problem:
             told += f" (it cannot be sent to another process: {described(problem)})"
         notes = [
-            (Explanation if isinstance(each, Explanation) else str)(text_of(each)[:_KEPT])
+            (ExplainingNote if isinstance(each, ExplainingNote) else str)(text_of(each)[:_KEPT])
             for each in notes_of(error)
         ]
         if len(notes) > _NOTES:

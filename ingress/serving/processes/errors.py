@@ -6,10 +6,10 @@ import signal
 
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.retries import NotBegunError
-from ingress.core.execution.mistakes import last_line as described
 from ingress.exceptions import RayServeException
 from ingress.serving.processes.code import culprit
 from ingress.serving.processes.frames import FrameError
+from ingress.telemetry.mistakes import last_line as described
 
 
 def unreadable(what: str, problem: Exception) -> RayServeException:

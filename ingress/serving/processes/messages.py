@@ -47,7 +47,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.types import Message, Scope
 
 from ingress.core.base.counters import BatchCount, Latency, UserMetric
-from ingress.core.base.types import DeploymentID, Place, ReplicaID, RequestMetadata
+from ingress.core.base.types import DeploymentID, ReplicaID, ReplicaPlace, RequestMetadata
 from ingress.core.calls.tracing import SpanHeaders
 from ingress.serving.processes.frames import (
     Buffers,
@@ -132,7 +132,7 @@ class ReplicaSpec:
     sync_in_threadpool: bool = False
     stall_threshold_s: float | None = None
     user_config: object = None
-    place: Place | None = None
+    place: ReplicaPlace | None = None
     log_levels: Mapping[str, int] = field(default_factory=dict)
     log_mark: str = ""
 

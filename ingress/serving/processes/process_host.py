@@ -38,7 +38,7 @@ from ingress.serving.processes.output import levels
 from ingress.serving.processes.remote_call import RemoteCall
 from ingress.serving.processes.remote_code import RemoteCode
 from ingress.serving.processes.resources import EnvironmentOf, environment_of, visible
-from ingress.serving.replicas.host import HostCounts, Isolation
+from ingress.serving.replicas.host import HostCounts, OwnPart
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.metrics import series
 from ingress.telemetry.watchdog import WATCHDOG
@@ -64,7 +64,7 @@ class ProcessHost:
         "_counts", "_home", "_prepare", "_remote", "_replica", "context", "loop", "mailbox",
         "user_code",
     )  # fmt: skip
-    isolation = Isolation.PROCESS
+    isolation = OwnPart.PROCESS
     thread = pools = models = None
     made_there: ClassVar[type[Replica]] = Replica
     """The class of the replica in the child."""

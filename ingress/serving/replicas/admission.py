@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic, thread_time
 from typing import Protocol
 
+from ingress.context import ReplicaRuntime
 from ingress.core.calls.call import Runner
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
 
@@ -135,6 +136,9 @@ class Admission:
 
 class AdmittingRunner(Runner, Protocol):
     """A replica as its router sees it."""
+
+    @property
+    def context(self) -> ReplicaRuntime: ...
 
     @property
     def slots(self) -> Admission: ...

@@ -141,7 +141,7 @@ class RoutedCalls(WaitingCalls):
                 del self._wanting[each]
 
 
-class Place(Protocol):
+class PlaceCall(Protocol):
     """`Router.place`: start a waiting call on a chosen replica; `False` while it has to wait."""
 
     def __call__(self, call: Call, ranks: list[list[Admission]]) -> bool: ...
@@ -164,7 +164,7 @@ class Chooser:
         policy: RequestRouter,
         name: str,
         pauses: RequestRouterConfig,
-        place: Place,
+        place: PlaceCall,
         fail: Callable[[Call, Exception], Any],
         waiting: Callable[[], list[Call]],
     ) -> None:
@@ -181,7 +181,7 @@ class Chooser:
 
         Called on the control loop only.
         """
-        candidates = [RunningReplica(each.context.replica_id, each.slots) for each in replicas]
+        candidates = [RunningReplica(each.replica_id, each.slots) for each in replicas]
         if self._home is None:
             self._show(candidates)
             # Race with `ask` in other threads, which may have read the candidates before: it reads
@@ -244,7 +244,7 @@ class Chooser:
             except TimeoutError:
                 pause_s = min(pause_s * self._pauses.backoff_multiplier, self._pauses.max_backoff_s)
         if call.runner is not None:
-            replica_id = call.runner.context.replica_id
+            replica_id = call.runner.replica_id
             policy.on_request_routed(pending, replica_id, None)
             if type(policy).on_request_completed is not RequestRouter.on_request_completed:
                 internal_id = pending.metadata.internal_request_id

@@ -8,9 +8,9 @@ from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import Call
 from ingress.core.calls.notable import NOTABLE, Ended
 from ingress.core.calls.tracing import trace_id_of
-from ingress.core.execution.mistakes import described
 from ingress.core.execution.unreadable import readable
 from ingress.exceptions import is_cancellation
+from ingress.telemetry.mistakes import described
 from ingress.telemetry.watchdog.stacks import raised_at
 
 _MOST_TEXT = 500  # of an error

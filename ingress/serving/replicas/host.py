@@ -26,7 +26,7 @@ from ingress.serving.replicas.user_code import UserCode
 from ingress.telemetry.watchdog.stacks import Stack
 
 
-class Isolation(Enum):
+class OwnPart(Enum):
     """The part of a replica that is its own: it ends, or can be replaced, when that is stuck."""
 
     NONE = "none"  # its event loop is another owner's, or that of other replicas too
@@ -66,7 +66,7 @@ class Host(Protocol):
     user_code: UserCode
 
     @property
-    def isolation(self) -> Isolation: ...
+    def isolation(self) -> OwnPart: ...
 
     @property
     def thread(self) -> int | None: ...

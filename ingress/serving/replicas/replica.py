@@ -39,7 +39,7 @@ from ingress.exceptions import (
 )
 from ingress.serving.replicas.admission import HELD, LATE_S, Admission
 from ingress.serving.replicas.ended_calls import note_end
-from ingress.serving.replicas.host import Host, HostCounts, Isolation, gone_error
+from ingress.serving.replicas.host import Host, HostCounts, OwnPart, gone_error
 from ingress.telemetry.logs.identity import name_records
 from ingress.telemetry.watchdog import WATCHDOG
 
@@ -111,6 +111,9 @@ class Replica:
 
     def __repr__(self) -> str:
         return f"Replica({self.replica_id}, {self.state.value}, ongoing={self.ongoing})"
+
+    def make_current(self) -> None:
+        REPLICA.set(self.context)
 
     @property
     def ongoing(self) -> int:
@@ -375,7 +378,7 @@ class Replica:
             call.began_at = 0.0
             self._reassign(call, error)
             return
-        if self.host.isolation is not Isolation.NONE:
+        if self.host.isolation is not OwnPart.NONE:
             note_other_loop(error)
         # A `CancelledError` comes from the call's cancellation, even where the guard took it for
         # user code's own: AnyIO's groups may take that off their task's count, see

@@ -24,7 +24,7 @@ from ingress.core.execution.lane_pools import ReplicaPools
 from ingress.core.execution.lanes import lanes_of
 from ingress.core.execution.loop_executor import LoopExecutor
 from ingress.core.execution.threads import ANYIO_RESERVE, RESERVED_THREADS
-from ingress.serving.replicas.host import HostCounts, Isolation
+from ingress.serving.replicas.host import HostCounts, OwnPart
 from ingress.serving.replicas.models import Models
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.replica_factories import UNOBSERVED, ReplicaFactories
@@ -67,7 +67,7 @@ class ThreadHost:
         self._replica = replica
         self._stall_threshold_s, self._anyio_threads = stall_threshold_s, 0
         name = str(replica.replica_id)
-        self.isolation = Isolation.THREAD if borrowed is None else Isolation.NONE
+        self.isolation = OwnPart.THREAD if borrowed is None else OwnPart.NONE
         self._home = (
             EventLoopThread(name, replica.on_dead, factories.new_loop)
             if borrowed is None
@@ -167,7 +167,7 @@ class ThreadHost:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any
     ) -> None:
         replica = self._replica
-        if self.isolation is Isolation.THREAD:  # in the place of AnyIO's own limit
+        if self.isolation is OwnPart.THREAD:  # in the place of AnyIO's own limit
             self._anyio_threads = int(current_default_thread_limiter().total_tokens)
         self._set_anyio_threads(replica.slots.max_ongoing + ANYIO_RESERVE)
         await self.user_code.start(args, kwargs, user_config)
@@ -184,7 +184,7 @@ class ThreadHost:
             await self.user_code.stop()
         finally:
             await self.models.stop()
-        if self.isolation is Isolation.NONE:
+        if self.isolation is OwnPart.NONE:
             self._set_anyio_threads(0)
 
     def join(self, deadline: float) -> list[str]:

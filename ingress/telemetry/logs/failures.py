@@ -8,11 +8,10 @@ from os.path import dirname
 from traceback import walk_tb
 from types import FrameType
 
-from ingress.context import REPLICA
 from ingress.core.calls.call import CURRENT_CALL, Call
-from ingress.core.execution.tracebacks import format_error
 from ingress.core.execution.unreadable import traceback_of
 from ingress.telemetry.logs.identity import RequestFilter
+from ingress.telemetry.tracebacks import format_error
 
 FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
 """Begins like uvicorn's own record of such a failure, which alerts may match."""
@@ -58,8 +57,8 @@ def _log_failure(call: Call, error: BaseException) -> None:
     CURRENT_CALL.set(call)
     replica = "-"
     if call.runner is not None:
-        REPLICA.set(call.runner.context)
-        replica = str(call.runner.context.replica_id)
+        call.runner.make_current()
+        replica = str(call.runner.replica_id)
     record = _server_logger.makeRecord(
         _server_logger.name,
         logging.ERROR,

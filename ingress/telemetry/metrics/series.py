@@ -79,14 +79,14 @@ class Definition:
                 del self.series[labels]
 
 
-Source = tuple[str, str, str, int]
+MetricSource = tuple[str, str, str, int]
 """A replica: its application, its deployment, its own name, and the process of its code."""
 
 lock = threading.Lock()
 _definitions: dict[str, Definition] = {}
-_told: dict[Source, list[UserMetric]] = {}
-_ended: dict[Source, list[UserMetric]] = {}
-_declared: dict[str, dict[object, tuple[Source, Definition]]] = {}
+_told: dict[MetricSource, list[UserMetric]] = {}
+_ended: dict[MetricSource, list[UserMetric]] = {}
+_declared: dict[str, dict[object, tuple[MetricSource, Definition]]] = {}
 _warned: set[str] = set()
 
 
@@ -125,7 +125,7 @@ def _make_room_for(new: Definition) -> None:
         del _definitions[other.name]
 
 
-def _differences(new: Definition, source: Source | None = None) -> list[str]:
+def _differences(new: Definition, source: MetricSource | None = None) -> list[str]:
     """Return the words for each metric of another process that shares a name and differs.
 
     `source` is the replica of the child that has sent the new one, `None` for one of this process.
@@ -191,12 +191,12 @@ def _at(definition: Definition) -> str:
     return (f" in deployment {deployment!r}" if deployment else "") + (place and f" at {place}")
 
 
-def source_of(replica: ReplicaRuntime, pid: int) -> Source:
+def source_of(replica: ReplicaRuntime, pid: int) -> MetricSource:
     """Return the key of a replica whose code runs in this process."""
     return replica.app_name, replica.deployment, replica.replica_tag, pid
 
 
-def take(source: Source, metrics: list[UserMetric]) -> None:
+def take(source: MetricSource, metrics: list[UserMetric]) -> None:
     """Take the metrics of a child process in the place of those that it has sent before."""
     warnings: list[str] = []
     with lock:
@@ -213,7 +213,7 @@ def take(source: Source, metrics: list[UserMetric]) -> None:
     _warn(warnings)
 
 
-def replica_ended(source: Source) -> None:
+def replica_ended(source: MetricSource) -> None:
     """Keep the counters of a replica that has ended, of the last `MAX_ENDED` of its deployment."""
     with lock:
         counted = [each.counted(source[:3]) for each in _definitions.values()]

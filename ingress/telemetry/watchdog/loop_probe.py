@@ -23,7 +23,7 @@ from ingress.telemetry.watchdog.records import Holder, Stall, StallReason
 from ingress.telemetry.watchdog.stacks import Stack
 
 
-class Owner(Protocol):
+class Watched(Protocol):
     """A replica as the watchdog sees it: its context, its requests and its counts of stalls."""
 
     context: ReplicaRuntime
@@ -69,7 +69,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class BusyThread:
     """A thread, its stack, and for how many seconds it ran."""
 
     ident: int
@@ -111,7 +111,7 @@ class LoopProbe:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.owners: dict[Owner, None] = {}
+        self.owners: dict[Watched, None] = {}
         # Known from the start, because the first heartbeat may not be answered.
         self.thread_id = threading.get_ident() if running_loop() is loop else 0
         self.beats = 0  # answered so far
@@ -193,7 +193,7 @@ class LoopProbe:
         return str(wait) if is_scarce and mine_s <= took_s / 2 else ""
 
     def judge(
-        self, took_s: float, runners: list[Runner], *, is_over: bool = True
+        self, took_s: float, runners: list[BusyThread], *, is_over: bool = True
     ) -> tuple[Stall | None, Sample | None]:
         """Return the stall and, if code on the loop caused it, the sample that shows it best.
 
@@ -205,7 +205,7 @@ class LoopProbe:
         mine_s = sum(each.ran_s for each in runners if each.ident == self.thread_id)
         scarcity = self._scarcity(took_s, mine_s, None if thread is None else thread.native_id)
         if scarcity:
-            reason, same, others = StallReason.STARVED, list[Sample](), list[Runner]()
+            reason, same, others = StallReason.STARVED, list[Sample](), list[BusyThread]()
         elif (verdict := self._verdict(took_s, runners)) is None:
             return None, None
         else:
@@ -249,8 +249,8 @@ class LoopProbe:
         return stall, best
 
     def _verdict(
-        self, took_s: float, runners: list[Runner]
-    ) -> tuple[StallReason, list[Sample], list[Runner]] | None:
+        self, took_s: float, runners: list[BusyThread]
+    ) -> tuple[StallReason, list[Sample], list[BusyThread]] | None:
         """Return the stall's reason, its samples, and the other threads that delayed the loop."""
         busy = [each for each in self.samples if not each.is_idle]
         is_busy = bool(busy) and len(busy) * 2 >= len(self.samples)

@@ -18,7 +18,7 @@ from functools import reduce
 from math import inf
 from time import monotonic
 
-from ingress.telemetry.watchdog.stacks import Place
+from ingress.telemetry.watchdog.stacks import CodeLine
 
 logger = logging.getLogger("ingress")
 
@@ -73,7 +73,7 @@ class Holder:
     """A thread that ran while a loop stalled; without a `place` if its work has ended."""
 
     thread: str
-    place: Place
+    place: CodeLine
 
     def __str__(self) -> str:
         return f"{self.thread} at {self.place}" if self.place.file else self.thread
@@ -103,12 +103,12 @@ class Stall:
     replica: str
     method: str
     request_ids: tuple[str, ...]
-    place: Place
+    place: CodeLine
     waited: int
     calls: int = 1
     holders: tuple[Holder, ...] = ()
     imports: str = ""
-    stack: tuple[Place, ...] = ()
+    stack: tuple[CodeLine, ...] = ()
     is_over: bool = True
     scarcity: str = ""
 
@@ -262,7 +262,7 @@ def _some(names: Sequence[str], between: str = ", ") -> str:
     return between.join(names[:_NAMED]) + more
 
 
-def _source(place: Place) -> str:
+def _source(place: CodeLine) -> str:
     linecache.checkcache(place.file)
     text = linecache.getline(place.file, place.line).strip()
     return f": `{text}`" if text else ""

@@ -26,7 +26,7 @@ from ingress.telemetry.watchdog.clocks import (
     ThreadClocks,
     processor_wait_s,
 )
-from ingress.telemetry.watchdog.loop_probe import LoopProbe, Runner
+from ingress.telemetry.watchdog.loop_probe import BusyThread, LoopProbe
 from ingress.telemetry.watchdog.records import StallLog, StallReason
 from ingress.telemetry.watchdog.stacks import Stack
 
@@ -41,7 +41,7 @@ _MANY = 100  # threads; above, only the clocks of threads that seem to run are r
 _SCARCE_S = 0.001  # that a look waits for a processor: others compete for them
 _HOLDS = 0.1  # share of a stall that all runners need, and each of the longest runner's time
 
-Frames = Mapping[int, FrameType]
+ThreadFrames = Mapping[int, FrameType]
 
 
 class Sampler:
@@ -115,7 +115,7 @@ class Sampler:
         self._due = now + pause_s
         return pause_s
 
-    def _frames(self, now: float) -> Frames:
+    def _frames(self, now: float) -> ThreadFrames:
         """Return the frames of all threads; without the GIL, only if a sample of a loop is due.
 
         Python stops all threads to read them, and a thread in a long C call stops late.
@@ -143,7 +143,7 @@ class Sampler:
         next_s = min(each.see_at for each in self._standing) - now
         return min(max(next_s, _SHORTEST_PAUSE_S), self._look_s)
 
-    def _look_at(self, loop: LoopProbe, frames: Frames) -> None:
+    def _look_at(self, loop: LoopProbe, frames: ThreadFrames) -> None:
         now = monotonic()
         if loop.asked_at is not None:
             answered_at = loop.answered_at  # read once: the answer may come at any time
@@ -178,13 +178,13 @@ class Sampler:
         if native := self._threads.native(loop.thread_id):
             loop.processors = ProcessorWait.read(native)
 
-    def _trace(self, loop: LoopProbe, frames: Frames, stood_s: float) -> None:
+    def _trace(self, loop: LoopProbe, frames: ThreadFrames, stood_s: float) -> None:
         """Tell the span of the request that blocks the loop of that: later, the span has ended."""
         stall, best = loop.judge(stood_s, self._runners(frames, loop.clocks, stood_s))
         if stall is not None and best is not None and best.context is not None:
             best.context.run(note_stall, stall.place.file, stall.place.line, str(stall.reason))
 
-    def _end(self, loop: LoopProbe, frames: Frames, until: float) -> None:
+    def _end(self, loop: LoopProbe, frames: ThreadFrames, until: float) -> None:
         """End a heartbeat that was answered, or never will be."""
         self._standing.discard(loop)
         assert loop.asked_at is not None
@@ -193,7 +193,7 @@ class Sampler:
         loop.asked_at = None
         loop.samples = []  # they keep the contexts of requests alive, and all that these refer to
 
-    def _all_stood(self, frames: Frames, before: dict[int, float], late_s: float) -> None:
+    def _all_stood(self, frames: ThreadFrames, before: dict[int, float], late_s: float) -> None:
         """Conclude a stall of every loop: a C call held the GIL, or a few threads took turns."""
         runners = self._runners(frames, before, late_s) or self._at_work(frames)
         first = runners[0].ident if runners else 0
@@ -210,7 +210,7 @@ class Sampler:
                 each.samples = []
 
     def _report(
-        self, loop: LoopProbe, frames: Frames, took_s: float, *, is_over: bool = True
+        self, loop: LoopProbe, frames: ThreadFrames, took_s: float, *, is_over: bool = True
     ) -> None:
         """Report a loop that stalled."""
         runners = self._runners(frames, loop.clocks, took_s)
@@ -223,7 +223,7 @@ class Sampler:
         self._conclude(loop, runners, took_s, is_over=is_over)
 
     def _conclude(
-        self, loop: LoopProbe, runners: list[Runner], took_s: float, *, is_over: bool = True
+        self, loop: LoopProbe, runners: list[BusyThread], took_s: float, *, is_over: bool = True
     ) -> None:
         """Record, count and log a stall."""
         stall, best = loop.judge(took_s, runners, is_over=is_over)
@@ -247,7 +247,7 @@ class Sampler:
                 context.run(REPLICA.set, replica)
         loop.was_logged = self._log.log(stall, context, follows=loop.was_logged)
 
-    def _read_clocks(self, frames: Frames) -> dict[int, float]:
+    def _read_clocks(self, frames: ThreadFrames) -> dict[int, float]:
         """Return the run times of the threads that may be running now.
 
         Without the GIL, those of the loops: other threads are not asked for the cause.
@@ -263,7 +263,9 @@ class Sampler:
             if ident not in idle and not stacks.is_idle_worker(frame)
         )
 
-    def _runners(self, frames: Frames, before: dict[int, float], took_s: float) -> list[Runner]:
+    def _runners(
+        self, frames: ThreadFrames, before: dict[int, float], took_s: float
+    ) -> list[BusyThread]:
         """Return the threads that ran user code meanwhile, the longest run first.
 
         The list is empty if all threads together did not run for long.
@@ -279,20 +281,20 @@ class Sampler:
                 continue
             is_loop = ident in loops
             if stacks.is_idle_worker(frame) or (is_loop and loops[ident].is_idle(frame)):
-                runners.append(Runner(ident, ran_s, stacks.EMPTY))  # its work has ended
+                runners.append(BusyThread(ident, ran_s, stacks.EMPTY))  # its work has ended
             else:
                 stack = _read(frame)
                 if stack.is_users or is_loop:
-                    runners.append(Runner(ident, ran_s, stack))
+                    runners.append(BusyThread(ident, ran_s, stack))
         return sorted(runners, key=lambda each: -each.ran_s)
 
-    def _at_work(self, frames: Frames) -> list[Runner]:
+    def _at_work(self, frames: ThreadFrames) -> list[BusyThread]:
         """Return the threads that are in user code now, threads with a loop first.
 
         One of them slept with the GIL, or the system has no clocks of threads.
         """
         loops = {each.thread_id for each in self._loops}
-        found = [Runner(ident, 0.0, _read(frame)) for ident, frame in frames.items()]
+        found = [BusyThread(ident, 0.0, _read(frame)) for ident, frame in frames.items()]
         return sorted(
             (each for each in found if each.stack.is_users),
             key=lambda each: each.ident not in loops,

@@ -28,7 +28,7 @@ from ingress.core.base import gil
 from ingress.core.base.libraries import is_library
 from ingress.core.calls.loops import Mailbox
 from ingress.core.execution.execution import ExecutionPlan
-from ingress.core.execution.threads import Work, WorkerThreads
+from ingress.core.execution.threads import ThreadWork, WorkerThreads
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ _current_frames: Callable[[], dict[int, FrameType]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodeLine:
     """One line of code."""
 
     file: str
@@ -90,7 +90,7 @@ class Place:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-NOWHERE = Place("", 0, "")
+NOWHERE = CodeLine("", 0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Stack:
     and `is_users` is false. Lines of an import do not count: what they run is not what was called.
     """
 
-    lines: tuple[Place, ...] = ()
-    place: Place = NOWHERE
+    lines: tuple[CodeLine, ...] = ()
+    place: CodeLine = NOWHERE
     method: str = ""
     imports: str = ""
     is_users: bool = False
@@ -112,7 +112,7 @@ class Stack:
 EMPTY = Stack()
 
 
-def awaiting(coroutine: object) -> Place:
+def awaiting(coroutine: object) -> CodeLine:
     """Return the innermost line of user code that a suspended coroutine awaits, else `NOWHERE`.
 
     Callable from any thread: if the coroutine runs on meanwhile, the line is one that it was at.
@@ -121,7 +121,7 @@ def awaiting(coroutine: object) -> Place:
     for _ in range(_DEPTH * 4):  # it may run on, and start others
         frame = _first(coroutine, "cr_frame", "ag_frame", "gi_frame")
         if frame is not None and not is_library(frame.f_code.co_filename):
-            place = Place(frame.f_code.co_filename, frame.f_lineno or 0, _name_of(frame.f_code))
+            place = CodeLine(frame.f_code.co_filename, frame.f_lineno or 0, _name_of(frame.f_code))
         waits_for = _first(coroutine, "cr_await", "ag_await", "gi_yieldfrom")
         if waits_for is None and frame is None:
             # The step of an async generator, which names the generator to the collector only.
@@ -133,13 +133,13 @@ def awaiting(coroutine: object) -> Place:
     return place
 
 
-def raised_at(error: BaseException) -> Place:
+def raised_at(error: BaseException) -> CodeLine:
     """Return the last line of user code that an error passed, else `NOWHERE`."""
     place = NOWHERE
     for frame, line in walk_tb(error.__traceback__):
         code = frame.f_code
         if not is_library(code.co_filename):
-            place = Place(code.co_filename, line, _name_of(code))
+            place = CodeLine(code.co_filename, line, _name_of(code))
     return place
 
 
@@ -153,7 +153,7 @@ def read(frame: FrameType | None, replica: ReplicaRuntime | None = None) -> Stac
     `replica` gives the user's package, which may be installed like any library.
     """
     package = _package_of(replica)
-    lines: list[Place] = []
+    lines: list[CodeLine] = []
     place = outermost = NOWHERE
     method = ""
     imports = ""
@@ -163,7 +163,7 @@ def read(frame: FrameType | None, replica: ReplicaRuntime | None = None) -> Stac
         code = frame.f_code
         module = str(frame.f_globals.get("__name__", ""))
         name = module.partition(".")[0]
-        here = Place(code.co_filename, frame.f_lineno or code.co_firstlineno, _name_of(code))
+        here = CodeLine(code.co_filename, frame.f_lineno or code.co_firstlineno, _name_of(code))
         if len(lines) < _DEPTH:
             lines.append(here)
         is_outside = is_outside or module in _LOOPS  # a whole program may run in an import
@@ -234,7 +234,7 @@ def value_in(context: Context | None, variable: ContextVar[T]) -> T | None:
 def worker_context(frame: FrameType | None) -> Context | None:
     """Return a copy of the context of the call that a worker thread of ingress runs."""
     while frame is not None:
-        if frame.f_code is Work.__call__.__code__:
+        if frame.f_code is ThreadWork.__call__.__code__:
             return _copy(frame.f_locals["self"].context)
         frame = frame.f_back
     return None

@@ -15,7 +15,7 @@ from types import FrameType
 from ingress.core.base.signals import handling
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
 from ingress.telemetry.watchdog import stacks
-from ingress.telemetry.watchdog.loop_probe import LoopProbe, Owner
+from ingress.telemetry.watchdog.loop_probe import LoopProbe, Watched
 from ingress.telemetry.watchdog.records import QUIET_S, Stall, StallLog, Stalls
 from ingress.telemetry.watchdog.sampler import Sampler
 from ingress.telemetry.watchdog.stacks import Stack
@@ -56,7 +56,7 @@ class Watchdog:
         self._threshold_s = 0.0
         self._is_asked = False
 
-    def watch(self, loop: asyncio.AbstractEventLoop, owner: Owner, threshold_s: float) -> None:
+    def watch(self, loop: asyncio.AbstractEventLoop, owner: Watched, threshold_s: float) -> None:
         """Watch the loop of `owner`. Call this on that loop, so that its thread is known.
 
         The threshold of the first loop holds for all.
@@ -80,7 +80,7 @@ class Watchdog:
                 )
                 Context().run(self._thread.start)
 
-    def unwatch(self, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
+    def unwatch(self, loop: asyncio.AbstractEventLoop, owner: Watched) -> None:
         """Stop watching a loop, unless it has other owners. No effect if it is not watched."""
         with self._lock:
             if (probe := self._loops.get(loop)) is None or owner not in probe.owners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -48,10 +49,9 @@ from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
 from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped
 from ingress.core.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
-from ingress.core.execution.mistakes import format_failed_start
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
-from ingress.observe.inspection.budget import ThreadBudget, start_again, thread_budget
+from ingress.observe.inspection.budget import ThreadBudget, thread_budget
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of
 from ingress.serving.http.address import url_of
@@ -59,6 +59,7 @@ from ingress.serving.http.admin_address import OFF, AdminOptions
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.shared_port import SharedPort
 from ingress.state.server import Snapshot
+from ingress.telemetry.mistakes import format_failed_start
 
 NEW_EVENT_LOOP = "ingress.core.calls.loops:new_event_loop"  # as uvicorn takes it
 
@@ -80,6 +81,9 @@ def budget_for(
     return thread_budget(BuiltApplication("default", deployments), settings, processes=processes)
 
 
+_READ_AT_IMPORT = {"cv2", "jax", "numexpr", "numpy", "sklearn", "tensorflow", "torch"}
+
+
 def start_again_if_needed(
     budget: ThreadBudget,
     folder: Path | None = None,
@@ -87,10 +91,16 @@ def start_again_if_needed(
 ) -> None:
     """Restart the process if a library has read its number of threads before it was set.
 
+    The number of replicas is known only after the import of the user's module, which often imports
+    NumPy. The new process has the variables from its start, so it does not restart again. On
+    Windows no process can replace itself by another.
+
     `folder` is the current folder of the command, if a `working_dir` has replaced it since.
     `variables` are the values that a file's `env_vars` have replaced.
     """
-    if OMP_NUM_THREADS in budget.variables and (read := budget.already_read()):
+    read = sorted(_READ_AT_IMPORT & sys.modules.keys())
+    is_too_many = OMP_NUM_THREADS in budget.variables and budget.threads < int(budget.cores)
+    if read and is_too_many and sys.platform != "win32":
         verb = "was" if len(read) == 1 else "were"
         what = f"{' and '.join(read)} {verb} imported with a thread for every core"
         how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
@@ -98,7 +108,9 @@ def start_again_if_needed(
         if folder is not None:
             os.chdir(folder)
         export(variables or {})
-        start_again()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @refusing(RuntimeError)

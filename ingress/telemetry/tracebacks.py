@@ -34,7 +34,7 @@ import starlette
 from ingress.core.execution.unreadable import readable
 
 _BETWEEN = (
-    dirname(dirname(dirname(__file__))),
+    dirname(dirname(__file__)),
     *(dirname(each.__file__ or "-") for each in (anyio, asyncio, fastapi, starlette)),
     contextlib.__file__ or "-",
     dirname(getattr(find_spec("uvicorn"), "origin", None) or "-"),  # a child does not import it
@@ -57,16 +57,16 @@ _GAP = "  [other frames are left out]\n"
 _REMOTE = "\nThe traceback in the replica's process:\n"
 
 
-class Explanation(str):
+class ExplainingNote(str):
     """A note on an error whose traceback has no line of the user's: it is shown in its place."""
 
     __slots__ = ()
 
 
-def explanation_of(error: BaseException) -> Explanation | None:
+def explanation_of(error: BaseException) -> ExplainingNote | None:
     """Return the explanation among the notes of an error, `None` if it has none."""
     notes = getattr(error, "__notes__", ())
-    return next((each for each in notes if isinstance(each, Explanation)), None)
+    return next((each for each in notes if isinstance(each, ExplainingNote)), None)
 
 
 class RemoteTraceback(str):

@@ -1,4 +1,6 @@
-"""The counts of a replica's batches, models and lanes, as metrics of Ray.
+"""The reports of a replica to Ray: its models, for the router, and its counts, as metrics.
+
+Ray's router prefers replicas that have the model of a request. The metrics:
 
     name                                     labels         as in
     serve_batches_processed                  function_name  `ray.serve.batch`
@@ -17,8 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from ray import serve as ray_serve
 from ray.serve import metrics
+from ray.serve._private.common import RequestRoutingInfo
+from ray.serve.context import _get_global_client
 
 from ingress.core.base.counters import LOAD, UNLOAD
 from ingress.serving.replicas.replica import Replica
@@ -26,6 +32,7 @@ from ingress.serving.replicas.replica import Replica
 logger = logging.getLogger("ingress")
 
 PERIOD_S = 2.0
+MODELS_PERIOD_S = 0.1  # Ray's own. Source: Ray 2.60.0, constants.py
 
 _Labels = Mapping[str, str]
 
@@ -99,3 +106,46 @@ def make_rays(kind: str, name: str, **arguments: object) -> metrics.Metric:
     """Return Ray's own metric of `serve.metrics`, with the tags of the replica that Ray runs."""
     made = {"counter": metrics.Counter, "gauge": metrics.Gauge, "histogram": metrics.Histogram}
     return made[kind](name, **arguments)
+
+
+@dataclass(eq=False, slots=True)
+class ModelIds:
+    """The reporter of one replica's models. Owned by the loop on which Ray calls the replica.
+
+    Its task begins with the first `watch`.
+    """
+
+    _replica: Replica
+    _told: frozenset[str] = frozenset()
+    _task: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """Report changes from now on. Called when a request names a model."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._tell(self._replica.model_ids)
+            except Exception:
+                logger.exception(
+                    "could not report the models of %s to Ray", self._replica.replica_id
+                )
+            await asyncio.sleep(MODELS_PERIOD_S)
+
+    def _tell(self, ids: frozenset[str]) -> None:
+        if ids == self._told:
+            return
+        # As in `ray.serve.multiplexed`; there is no public name for it.
+        _get_global_client().record_request_routing_info(
+            RequestRoutingInfo(
+                replica_id=ray_serve.get_replica_context().replica_id,
+                multiplexed_model_ids=sorted(ids),
+            )
+        )
+        self._told = ids

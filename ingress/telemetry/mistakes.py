@@ -19,10 +19,10 @@ from os.path import dirname
 from traceback import FrameSummary, StackSummary
 from types import CodeType
 
-from ingress.core.execution.tracebacks import fitting, remote_of, without_frames
 from ingress.core.execution.unreadable import readable
+from ingress.telemetry.tracebacks import fitting, remote_of, without_frames
 
-_PACKAGE = dirname(dirname(dirname(__file__)))
+_PACKAGE = dirname(dirname(__file__))
 _LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
 _CAUSE = "which caused:\n"
 _FRAME = re.compile(r'  File "(.*)", line (\d+)')
