@@ -4,7 +4,7 @@ Commands, each the function of a command line:
 
     commands         the commands and their options; start here
     run_command      the options of `run`, in the table of run_options; run_file: from a file
-    run              the work of `run`
+    run_server       the work of `run`
     *_command        one command each; cluster_commands: those for Ray
     target, terminal the application that a command is for, and its output
 

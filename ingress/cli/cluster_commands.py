@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ingress.cli.run import read_settings
+from ingress.cli.run_server import read_settings
 from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json
 from ingress.core.base.settings import RAY_ADDRESS

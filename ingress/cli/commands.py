@@ -28,8 +28,8 @@ from ingress.cli.file_commands import RUN_OPTIONS, build_command
 from ingress.cli.file_commands import config as config_command
 from ingress.cli.migrate_command import migrate as migrate_command
 from ingress.cli.new_command import new as new_command
-from ingress.cli.run import budget_for, read_settings, start_again_if_needed
 from ingress.cli.run_command import run
+from ingress.cli.run_server import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import (
     AppDir,
     AsJSON,

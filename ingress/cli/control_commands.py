@@ -17,7 +17,7 @@ from ingress.cli import cluster_commands, status_tables
 from ingress.cli.cluster_commands import AddressOption
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.following import TIMEOUT_S, Following, Timeout, Wait
-from ingress.cli.run import read_settings
+from ingress.cli.run_server import read_settings
 from ingress.cli.server_commands import MOST_MEMORY_S
 from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed

@@ -20,10 +20,10 @@ from ingress.app.config_file.models import ServeConfig
 from ingress.app.config_file.origins import Effective, effective, nested
 from ingress.app.declaration.build import build
 from ingress.app.declaration.names import check_names
-from ingress.cli.run import read_settings
 from ingress.cli.run_command import run
 from ingress.cli.run_file import prepare, print_unused
 from ingress.cli.run_options import HTTP, RunOptions
+from ingress.cli.run_server import read_settings
 from ingress.cli.target import (
     AppDir,
     AsJSON,

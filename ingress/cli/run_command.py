@@ -17,14 +17,6 @@ from ingress.app.declaration.names import check_names
 from ingress.cli.admin import admin_options
 from ingress.cli.reloading import FileState
 from ingress.cli.replacing import Replaced, replaced_by
-from ingress.cli.run import (
-    budget_for,
-    prepare_ray,
-    read_settings,
-    serve_in_new_processes,
-    serve_until_ctrl_c,
-    start_again_if_needed,
-)
 from ingress.cli.run_file import (
     builder_arguments,
     check_file,
@@ -34,6 +26,14 @@ from ingress.cli.run_file import (
     process_logs,
 )
 from ingress.cli.run_options import HTTP, UVICORN, RunOptions
+from ingress.cli.run_server import (
+    budget_for,
+    prepare_ray,
+    read_settings,
+    serve_in_new_processes,
+    serve_until_ctrl_c,
+    start_again_if_needed,
+)
 from ingress.cli.target import read_file, refusal, refusing
 from ingress.cli.terminal import LOGGING, print_plan
 from ingress.cli.worker import Served

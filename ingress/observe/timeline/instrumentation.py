@@ -160,7 +160,7 @@ def _plan(
 
 
 class _BatchPlan:
-    """What a batch queue needs of a plan: each of its runs is recorded like a request."""
+    """The part of a plan that a batch queue needs: each of its runs is recorded like a request."""
 
     __slots__ = ("_plan", "_recorder")
 
