@@ -93,8 +93,8 @@ test-reliability: .venv/.test ## What is promised, 100 times: an hour; makes doc
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
 test-processes: .venv/.test ## Replicas in child processes: all scenarios, 1,000 kills under load, attacks; half an hour
-	@$(BIN)/python -m pytest -q tests/test_process_ends.py tests/test_processes.py tests/test_process_scenarios.py \
-		tests/test_process_attacks.py $(ARGS)
+	@$(BIN)/python -m pytest -q tests/serving/processes/test_process_ends.py tests/serving/processes/test_processes.py tests/serving/processes/test_process_scenarios.py \
+		tests/serving/processes/test_process_attacks.py $(ARGS)
 	@$(BIN)/python -m tests.process_kills 1000
 	@$(BIN)/python -m tests.process_attacks 2000
 
@@ -105,7 +105,7 @@ test-page: .venv-page/.made ## The page of the admin listener in Chromium; makes
 	@INGRESS_SCREENSHOTS=1 .venv-page/bin/python -m pytest -q -s tests/browser $(ARGS)
 
 test-ray: .venv-ray/.made ## The same scenarios here, on a Ray cluster, on Ray Serve itself: 10 minutes
-	@$(RAY) -m pytest -q tests/engines tests/test_ray.py
+	@$(RAY) -m pytest -q tests/engines --ignore=tests/engines/local
 	@$(RAY) -m tests.engines $(ARGS)
 
 test-ray-nodes: .venv-ray/.made ## A Ray cluster of three nodes, of which one fails: prints figures, 3 minutes
@@ -180,7 +180,7 @@ test-fastapi-ends: test-fastapi-0.133.0 test-fastapi-newest ## The same on the o
 
 test-fastapi-%: .venv-fastapi/%/.test
 	@echo "FastAPI $*: $$(.venv-fastapi/$*/bin/python -c 'import fastapi; print(fastapi.__version__)')"
-	@.venv-fastapi/$*/bin/python -m pytest -q tests/test_asgi_*.py tests/test_compat.py $(ARGS)
+	@.venv-fastapi/$*/bin/python -m pytest -q tests/app/asgi/test_asgi_*.py tests/app/asgi/test_compat.py $(ARGS)
 
 known-fastapi: .venv-fastapi/newest/.test ## Note the newest FastAPI and Starlette as compared with: CONTRIBUTING.md
 	@.venv-fastapi/newest/bin/python -m pip install -qq --disable-pip-version-check --upgrade \
@@ -192,7 +192,7 @@ test-fastapi-pre: .venv-fastapi/pre/.test
 	@.venv-fastapi/pre/bin/python -m pip install -qq --disable-pip-version-check --upgrade --pre \
 		fastapi starlette
 	@if .venv-fastapi/pre/bin/python -c "$$IS_PRE_RELEASE"; \
-		then .venv-fastapi/pre/bin/python -m pytest -q tests/test_asgi_*.py tests/test_compat.py; \
+		then .venv-fastapi/pre/bin/python -m pytest -q tests/app/asgi/test_asgi_*.py tests/app/asgi/test_compat.py; \
 		else echo "There is no pre-release of either"; fi
 
 test-fastapi-suite: .venv-fastapi-suite/.made ## FastAPI's own tests, plain and through deployments: 10 minutes

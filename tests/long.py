@@ -43,7 +43,8 @@ def is_listed(node_id: str, names: frozenset[str]) -> bool:
 
 
 def stays(node_id: str) -> bool:
-    return node_id.startswith(tuple(f"tests/test_{each}.py" for each in PROMISES)) or any(
+    file = node_id.partition("::")[0].rpartition("/")[2]
+    return file in {f"test_{each}.py" for each in PROMISES} or any(
         each in node_id for each in SHORT_ONES
     )
 

@@ -1,7 +1,7 @@
 """A snapshot as text for Prometheus: its own format, or OpenMetrics.
 
 The text is written here, because prometheus_client's exposition takes 340 ms for the processing
-times of 1,000 replicas; `tests/test_metrics.py` reads it with that library's parsers.
+times of 1,000 replicas; `tests/observe/test_metrics.py` reads it with that library's parsers.
 """
 
 from __future__ import annotations
