@@ -23,7 +23,8 @@
     segments         shared memory, through which large contents cross
     window           how much may be on its way, in each direction
     resources        the environment of a child: variables, native threads, GPUs
-    spawning         the operating system's side: start a process, wait for its end
+    child_process    the operating system's side: start a process, wait for its end
+    fork_server      a process that forks children, with the user's module
 
 A child runs a `Replica` with a `ThreadHost`, as the server's process does: lanes,
 batches, models, lifespans and the watchdog work there as here. The router's slots are counted here.

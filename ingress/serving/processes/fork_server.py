@@ -6,6 +6,9 @@
 
 It has one thread, which no child can find holding a lock. It ends with the server, by the kernel's
 signal, and its children with it; without children it ends after `IDLE_S`.
+
+The one of `multiprocessing` ends if a fork fails, forks although it has threads, and has the same
+variables for all modules. Threads that start and await its processes at once lose exit codes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector
 from struct import Struct
 
@@ -107,7 +111,7 @@ class _ForkServer:
     ) -> tuple[int, int, str] | None:
         """Fork a child. Returns the arguments of its `main` in the child, and nothing here."""
         name, variables = given
-        end, page, stdout, stderr, life_descriptor = descriptors
+        *inherited, life_descriptor = descriptors
         life = socket.socket(fileno=life_descriptor)
         parent = os.getpid()
         pid = -1
@@ -119,25 +123,22 @@ class _ForkServer:
                 pid = os.fork()
         except OSError as error:  # too many processes: the children that there are live on
             threads = -(error.errno or 1)
-        if pid < 0:
-            _tell(life, FORKED.pack(0, threads))
-            for each in (end, page, stdout, stderr):
-                os.close(each)
-            life.close()
-            return None
         if pid:
-            _tell(life, FORKED.pack(pid, threads))
-            self.lives[pid] = life
-            self.selector.register(life, EVENT_READ, pid)
-            for each in (end, page, stdout, stderr):
+            _tell(life, FORKED.pack(max(pid, 0), threads))
+            for each in inherited:
                 os.close(each)
+            if pid > 0:
+                self.lives[pid] = life
+                self.selector.register(life, EVENT_READ, pid)
+            else:
+                life.close()
             return None
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the kernel knew
             os._exit(1)
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-        for each in (stdout, stderr):
+        end, page, *outputs = inherited
+        for number, each in enumerate(outputs, 1):
+            os.dup2(each, number)
             os.close(each)
         self.close(life)
         export(variables)
@@ -153,7 +154,5 @@ class _ForkServer:
 
 
 def _tell(life: socket.socket, message: bytes) -> None:
-    try:
+    with suppress(OSError):  # the server has given the child up, or has ended
         life.send(message)
-    except OSError:
-        pass  # the server has given the child up, or has ended

@@ -28,6 +28,7 @@ from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.retries import NotBegunError
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.serving.processes.child_calls import ChildCalls, MakeHandle
+from ingress.serving.processes.child_process import ChildProcess
 from ingress.serving.processes.crossing import unpickled_error
 from ingress.serving.processes.errors import end_of, not_begun, unreadable
 from ingress.serving.processes.frames import Buffers, Content, FrameError, Frames, dumps, loads
@@ -48,7 +49,6 @@ from ingress.serving.processes.output import Output
 from ingress.serving.processes.page import SharedPage
 from ingress.serving.processes.remote_call import RemoteCall
 from ingress.serving.processes.resources import EnvironmentOf
-from ingress.serving.processes.spawning import ChildProcess
 from ingress.serving.processes.window import Taken, Window
 from ingress.serving.replicas.host import gone_error
 
