@@ -37,7 +37,7 @@ from ingress.app.asgi.parts import Part
 from ingress.app.asgi.replica_app import ASGI, ReplicaApp
 from ingress.app.asgi.routes import RouteInfo
 from ingress.app.asgi.spec import BoundApp, IngressSpec, bound_app_of, ingress
-from ingress.app.asgi.template import RouteTemplates, route_template
+from ingress.app.asgi.template import RouteTemplates, route_below, route_template
 from ingress.app.asgi.unserved_routes import log_if_not_callable
 
 __all__ = [
@@ -52,5 +52,6 @@ __all__ = [
     "ingress",
     "is_read_by_fastapi",
     "log_if_not_callable",
+    "route_below",
     "route_template",
 ]

@@ -39,6 +39,12 @@ def route_template(scope: Scope) -> str | None:
     return template
 
 
+def route_below(prefix: str, scope: Scope) -> str:
+    """Return the prefix and the template; "" before the route is found."""
+    path = route_template(scope)
+    return "" if path is None else prefix.rstrip("/") + path
+
+
 class RouteTemplates:
     """The path templates of an app, for lookups before a request is routed, and afterwards.
 

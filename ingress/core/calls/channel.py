@@ -175,24 +175,10 @@ class Channel(Generic[T]):
 
     async def get(self) -> T:
         """Take the next item. Raises `EndOfStream` after the last, or the producer's error."""
-        self._gets += 1
-        if self._gets % YIELD_EVERY == 0:
-            await asyncio.sleep(0)
-        while True:
-            # Made only if it will be needed: a wake-up costs more than the rest of this.
-            wakeup = None if self._items else Wakeup(asyncio.get_running_loop())
-            items = self._try_get(1, None if wakeup is None else wakeup.wake)
-            if items:
-                return items[0]
-            if wakeup is not None:
-                try:
-                    await wakeup.wait()
-                except asyncio.CancelledError:
-                    self._forget(wakeup.wake)
-                    raise
+        return (await self.get_many(1))[0]
 
-    async def get_many(self) -> list[T]:
-        """Take all items, at least one, as `get`.
+    async def get_many(self, at_most: int = 0) -> list[T]:
+        """Take all items, or `at_most` so many, at least one, as `get`.
 
         The items count as waiting until the next call, so that one bound holds for both sides.
         """
@@ -202,7 +188,7 @@ class Channel(Generic[T]):
         while True:
             # Made only if it will be needed: a wake-up costs more than the rest of this.
             wakeup = None if self._items else Wakeup(asyncio.get_running_loop())
-            items = self._try_get(0, None if wakeup is None else wakeup.wake)
+            items = self._try_get(at_most, None if wakeup is None else wakeup.wake)
             if items:
                 return items
             if wakeup is not None:

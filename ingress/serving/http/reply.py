@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextvars import copy_context
 from threading import get_ident
-from time import monotonic, time
+from time import monotonic
 from typing import Any, Protocol
 
 import anyio
@@ -30,8 +30,7 @@ from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.core.calls.call import NO_CONTEXT, NO_WORK, Call, Runner
 from ingress.core.calls.channel import Channel, EndOfStream
 from ingress.core.calls.loops import mailbox_of
-from ingress.core.calls.notable import NOTABLE, Ended
-from ingress.core.calls.tracing import TRACING, note_exemplar, trace_id_of
+from ingress.core.calls.tracing import TRACING, note_exemplar
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
@@ -55,6 +54,7 @@ from ingress.serving.http.request_head import content_length
 from ingress.serving.http.stream_turns import LARGE, stream_turns
 from ingress.serving.http.uvicorn_connection import has_left, send_chunks, transport_of
 from ingress.serving.http.work import HTTPWork
+from ingress.serving.replicas.ended_calls import keep
 from ingress.serving.replicas.router import Router
 
 
@@ -568,28 +568,12 @@ class Reply:
 
     def _note_failure(self, call: Call) -> None:
         """Keep a request that was answered 5xx without an error of user code."""
-        error, deployment = call.error, call.metadata.deployment
-        answered = f"answered {self.status}"
-        ended = monotonic()
-        begins = call.assigned_at or ended
-        NOTABLE.add(
-            call,
-            Ended(
-                call.title(),
-                call.metadata.request_id,
-                deployment.app_name,
-                deployment.name,
-                "" if call.runner is None else call.runner.replica_id.unique_id,
-                call.started_at,
-                begins,
-                begins,
-                self.streamed_at,
-                ended,
-                answered if error is None else f"{answered}: {type(error).__name__}: {error}"[:500],
-                trace_id=trace_id_of(call),
-                unix_time=time(),
-            ),
-        )
+        error, replica = f"answered {self.status}", ""
+        if call.error is not None:
+            error += f": {type(call.error).__name__}: {call.error}"
+        if call.runner is not None:
+            replica = call.runner.replica_id.unique_id
+        keep(call, replica, monotonic(), error)
 
 
 _SETTLED = Call(RequestMetadata("", DeploymentID("")), NO_WORK, NO_CONTEXT)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Scope
 
-from ingress.app.asgi import route_template
+from ingress.app.asgi import route_below
 from ingress.app.asgi.chunks import with_bytes
 from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
 from ingress.core.calls.channel import RESPONSE_BYTES, YIELD_EVERY, Channel
@@ -294,12 +294,9 @@ class HTTPWork(Work):
 
     def route(self, call: Call) -> str:
         """Return the prefix, with the endpoint's path template once found. Thread-safe."""
-        if not self._template:
-            path = route_template(self.scope)
-            if path is None:
-                return call.metadata.route
-            self._template = call.metadata.route.rstrip("/") + path
-        return self._template
+        if not self._template and (found := route_below(call.metadata.route, self.scope)):
+            self._template = found
+        return self._template or call.metadata.route
 
     def kind(self, call: Call) -> str:
         """Return the HTTP method and the path template, also before the route is found."""

@@ -23,10 +23,21 @@ def note_end(
     error, place = "", None
     if failure is not None and not call.settled and not is_cancellation(failure):
         failure = readable(failure)
-        error = described(failure)[:_MOST_TEXT]
+        error = described(failure)
         found = raised_at(failure)
         place = (found.file, found.line, found.function) if found.file else None
-    deployment = replica_id.deployment_id
+    keep(call, replica_id.unique_id, ended, error, place)
+
+
+def keep(
+    call: Call,
+    replica: str,
+    ended: float,
+    error: str,
+    place: tuple[str, int, str] | None = None,
+) -> None:
+    """Keep a call with the text of its error, "" for none."""
+    deployment = call.metadata.deployment
     NOTABLE.add(
         call,
         Ended(
@@ -34,13 +45,13 @@ def note_end(
             call.metadata.request_id,
             deployment.app_name,
             deployment.name,
-            replica_id.unique_id,
+            replica,
             call.started_at,
             call.assigned_at,
             call.began_at,
             call.work.streamed_at,
             ended,
-            error,
+            error[:_MOST_TEXT],
             place,
             trace_id_of(call),
             time(),

@@ -154,17 +154,22 @@ class Router:
             call.work.start(call, replica)
         elif refused is not None:
             call.settle(error=refused)
-        elif call.settled:  # cancelled while it was on its way into the queue
-            self.withdraw(call)
-        elif self._chooser is not None:
-            self._chooser.ask(call)
-        elif call.is_awaited:
-            check_deadlock(call)
+        else:
+            self._on_queued(call)
         # Replicas are held for calls with a deadline only: they may begin this call.
         if self._held and call.metadata.deadline is None:
             for slots in list(self._held):
                 if not slots.is_computing:
                     self.resume(slots.replica)
+
+    def _on_queued(self, call: Call) -> None:
+        """Find a call in the queue its replica, or its end."""
+        if call.settled:  # cancelled while it was on its way into the queue
+            self.withdraw(call)
+        elif self._chooser is not None:
+            self._chooser.ask(call)
+        elif call.is_awaited:
+            check_deadlock(call)
 
     def turns_away(self, deadline: float | None) -> BackPressureError | None:
         """Return the error that a call would be refused with now, before it is made, or `None`.
@@ -237,12 +242,8 @@ class Router:
                 self._waiting.add_first(call, monotonic())
         if replica is not None:
             call.work.start(call, replica)
-        elif call.settled:  # cancelled while it was on its way into the queue
-            self.withdraw(call)
-        elif self._chooser is not None:
-            self._chooser.ask(call)
-        elif call.is_awaited:
-            check_deadlock(call)
+        else:
+            self._on_queued(call)
 
     def release(self, replica: AdmittingRunner, call: Call) -> None:
         """Take back the slot of a call whose work has ended, and hand it to the next call."""
