@@ -10,10 +10,10 @@ from ingress.handle import DeploymentHandle, directory_here
 from ingress.serving.processes import child
 
 
-def main(socket: int, page: int, name: str) -> None:
+def main(socket: int, shared: int, name: str) -> None:
     """Serve one replica until the server says to stop."""
     use_only(ChildEngine(name))
-    child.main(socket, page)
+    child.main(socket, shared)
 
 
 class ChildEngine:

@@ -6,21 +6,19 @@
     process_host     the host of the replica that the router knows; start here
     remote_code      the user code of that runner: it sends what `UserCode` would do
     link             the server's end of a child: its process, its frames, its end
+    remote_calls     calls in a child, as its server sees them
     child            the main function of a child
     frame_server     the calls in a child
     hosted_call      one of these calls, and the messages of its request
-    directory        handles in a child: the calls that it makes
-    child_calls      the same calls, in the server's process
+    child_calls      the calls that a child makes by handle: its handles, and the server's end
     frames           the framing: messages over an inherited socket pair, pickled, in both
                      directions
     messages         the kinds of frames and their contents
     code             the user's class and its arguments, as they travel
-    crossing         exceptions that cross
-    errors           errors of values that cannot cross, and descriptions of a process's end
+    crossing         exceptions that cross, and errors of values that cannot
     uploads          uploaded files, as they travel
     output           its standard output and error, and its log records
-    page             the few numbers that a child leaves behind even if it is killed
-    segments         shared memory, through which large contents cross
+    shared_memory    large contents, and the few numbers that a child leaves behind if it is killed
     window           how much may be on its way, in each direction
     resources        the environment of a child: variables, native threads, GPUs
     child_process    the operating system's side: start a process, wait for its end

@@ -37,7 +37,7 @@ from ingress.serving.processes.frames import (
 )
 from ingress.serving.processes.messages import Kind, ReplicaSpec
 from ingress.serving.processes.output import LogLines, take_over
-from ingress.serving.processes.page import SharedPage
+from ingress.serving.processes.shared_memory import SharedNumbers
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.thread_host import ThreadHost
 
@@ -46,9 +46,9 @@ logger = logging.getLogger("ingress")
 STOP_S = 3600.0  # at most: the parent kills a child that takes longer than it may
 
 
-def main(descriptor: int, page: int) -> None:
+def main(descriptor: int, shared: int) -> None:
     """Serve until the parent says to stop, or ends."""
-    for each in (descriptor, page):  # not for the programs that user code starts
+    for each in (descriptor, shared):  # not for the programs that user code starts
         os.set_inheritable(each, False)
     faulthandler.enable(all_threads=False)  # its lines reach the status
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -59,7 +59,7 @@ def main(descriptor: int, page: int) -> None:
             os.sched_setaffinity(0, cores)  # before there is another thread, which inherits it
         _, content = receive_blocking(end)
         spec: ReplicaSpec = loads(content)
-        replica, server, stopping = _made(spec, SharedPage(page))
+        replica, server, stopping = _made(spec, SharedNumbers(shared))
     except EOFError:
         return  # the parent has given the start up
     except BaseException as error:
@@ -83,7 +83,9 @@ def _wait(stopping: SimpleQueue[None], server: FrameServer) -> None:
             server.excuse()
 
 
-def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, FrameServer, SimpleQueue[None]]:
+def _made(
+    spec: ReplicaSpec, shared: SharedNumbers
+) -> tuple[Replica, FrameServer, SimpleQueue[None]]:
     """Return the replica of a specification, which has not started, and the orders to stop it."""
     GIL_PRESSURE.adapts = Settings.from_environment().adapt_switch_interval
     # A frame costs its loop one wait for the GIL, and the server's loop is in another process:
@@ -112,8 +114,8 @@ def _made(spec: ReplicaSpec, page: SharedPage) -> tuple[Replica, FrameServer, Si
     )
     replica.context.place = spec.place
     stopping: SimpleQueue[None] = SimpleQueue()
-    page.close_descriptor()
-    return replica, FrameServer(replica, page, partial(stopping.put, None)), stopping
+    shared.close_descriptor()
+    return replica, FrameServer(replica, shared, partial(stopping.put, None)), stopping
 
 
 async def _serve(

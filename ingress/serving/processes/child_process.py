@@ -26,8 +26,8 @@ from typing import IO
 from ingress.core.base.settings import PINNED_CPUS, environment, start_method
 from ingress.serving.processes.fork_server import ENDED, FORKED
 from ingress.serving.processes.output import Output
-from ingress.serving.processes.page import SharedPage
 from ingress.serving.processes.resources import VISIBLE
+from ingress.serving.processes.shared_memory import SharedNumbers
 
 # Before the imports: they may take seconds, in which the parent may end.
 _PROLOGUE = """\
@@ -80,14 +80,25 @@ def _python(
 class ChildProcess:
     """A child, and the thread that starts it and waits for its end. Thread-safe.
 
-    The child has a socket and a page of its parent, and its environment with `env_vars`. The thread
-    calls `on_exit()` at the end. A fork server imports `module` before it forks. A negative `code`
-    is the number of the signal that killed the child; `failure` says why it could not be started.
+    The child has a socket of its parent and the shared numbers, and its environment with
+    `env_vars`. The thread calls `on_exit()` at the end. A fork server imports `module` before it
+    forks. A negative `code` is the number of the signal that killed the child; `failure` says why
+    it could not be started.
     """
 
     __slots__ = (
-        "_end", "_env_vars", "_is_unwanted", "_module", "_name", "_on_exit", "_page", "_process",
-        "_thread", "code", "failure", "output",
+        "_end",
+        "_env_vars",
+        "_is_unwanted",
+        "_module",
+        "_name",
+        "_on_exit",
+        "_process",
+        "_shared",
+        "_thread",
+        "code",
+        "failure",
+        "output",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +106,7 @@ class ChildProcess:
         name: str,
         module: str,
         end: socket.socket,
-        page: SharedPage,
+        shared: SharedNumbers,
         env_vars: Mapping[str, str],
         output: Output,
         on_exit: Callable[[], None],
@@ -106,7 +117,7 @@ class ChildProcess:
         self._name = name
         self._module = module
         self._end = end
-        self._page = page
+        self._shared = shared
         self._env_vars = env_vars
         self._on_exit = on_exit
         self._is_unwanted = False
@@ -141,7 +152,7 @@ class ChildProcess:
 
     def _started(self) -> subprocess.Popen[bytes] | ForkedProcess:
         name, variables = self._name, self._env_vars
-        inherited = (self._end.fileno(), self._page.descriptor)
+        inherited = (self._end.fileno(), self._shared.descriptor)
         forked = None
         if start_method() == "forkserver":
             forked = _fork(self._module, name, variables, inherited, lambda: self._is_unwanted)
@@ -153,7 +164,7 @@ class ChildProcess:
                 self._process = self._started()
             finally:
                 self._end.close()
-                self._page.close_descriptor()
+                self._shared.close_descriptor()
             self._attend(self._process)
         except Exception as error:  # the start waits for `on_exit`, whatever went wrong
             self.failure = error

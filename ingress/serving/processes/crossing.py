@@ -1,4 +1,4 @@
-"""Exceptions as they cross between two processes.
+"""Exceptions as they cross between two processes, and errors of values that cannot cross.
 
 An exception crosses with its causes, contexts, members, notes and the frames of its traceback, each
 exception as a record of its own. Its constructor is not called there, which may want other
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ingress.core.execution.execution import contained
 from ingress.exceptions import RayServeException, UserCodeExit
-from ingress.serving.processes.errors import unreadable
+from ingress.serving.processes.code import culprit
 from ingress.serving.processes.frames import dumps, loads
 from ingress.telemetry.mistakes import last_line as described
 from ingress.telemetry.tracebacks import (
@@ -89,6 +89,28 @@ def unpickled_error(content: bytes | memoryview) -> BaseException:
         return _checked(_Arrival(loads(content)).error())
     except Exception as problem:
         return unreadable("the exception that user code raised", problem)
+
+
+def unreadable(what: str, problem: Exception) -> RayServeException:
+    """Return the error of a value that arrived: as its class is known to the other process only."""
+    return RayServeException(f"{what} cannot be read: {described(problem)}")
+
+
+def unsendable(deployment: str, problem: Exception, **values: object) -> RayServeException:
+    """Return the error of values that cannot be pickled, which names the part at fault.
+
+    `deployment` is the one that gets them or makes them; a value's name begins the path to a part.
+    """
+    paths = (culprit(value, name) for name, value in values.items())
+    path = next(filter(None, paths), next(iter(values)))
+    has_advice = (OSError, RayServeException)  # a response says how it can be passed on
+    advice = (
+        '; send plain data instead, make the object where it is needed, or use isolation="thread"'
+    )
+    return RayServeException(
+        f"{path}, of a call of deployment {deployment!r}, cannot be sent to another process: "
+        f"{described(problem)}{'' if isinstance(problem, has_advice) else advice}"
+    )
 
 
 def as_sent(value: object) -> object:

@@ -1,6 +1,7 @@
 """The fork server: a process that has imported the user's module, and forks children.
 
-    server -> fork server    name, variables; the child's socket, page, two streams, and its `life`
+    server -> fork server    name, variables; the child's socket, its memory, its two streams, and
+                             its `life`
     fork server -> server    on `life`: pid and number of threads, then the exit code
     server -> fork server    on `life`: its end kills the child
 
@@ -136,13 +137,13 @@ class _ForkServer:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the kernel knew
             os._exit(1)
-        end, page, *outputs = inherited
+        end, shared, *outputs = inherited
         for number, each in enumerate(outputs, 1):
             os.dup2(each, number)
             os.close(each)
         self.close(life)
         export(variables)
-        return end, page, name
+        return end, shared, name
 
     def close(self, life: socket.socket) -> None:
         """Close what is the fork server's, in a child."""

@@ -21,9 +21,8 @@ from ingress.core.calls.call import Call
 from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.tracing import TRACING, adopt, trace_id_of
 from ingress.exceptions import UserCodeExit
-from ingress.serving.processes.crossing import pickled_error
-from ingress.serving.processes.directory import ServerDirectory, Waits
-from ingress.serving.processes.errors import not_begun, unreadable, unsendable
+from ingress.serving.processes.child_calls import ServerDirectory, Waits
+from ingress.serving.processes.crossing import pickled_error, unreadable, unsendable
 from ingress.serving.processes.frames import (
     Buffers,
     Content,
@@ -35,7 +34,8 @@ from ingress.serving.processes.frames import (
 )
 from ingress.serving.processes.hosted_call import HostedCall, hosted_invocation, hosted_request
 from ingress.serving.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
-from ingress.serving.processes.page import SharedPage
+from ingress.serving.processes.shared_memory import SharedNumbers
+from ingress.serving.replicas.host import not_begun_error
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.metrics import series
 from ingress.telemetry.watchdog import WATCHDOG, Stall
@@ -52,16 +52,25 @@ class FrameServer:
     """
 
     __slots__ = (
-        "_calls", "_last_stall", "_models", "_page", "_reported", "_stop", "_tasks", "directory",
-        "frames", "replica", "starting",
+        "_calls",
+        "_last_stall",
+        "_models",
+        "_reported",
+        "_shared",
+        "_stop",
+        "_tasks",
+        "directory",
+        "frames",
+        "replica",
+        "starting",
     )  # fmt: skip
 
-    def __init__(self, replica: Replica, page: SharedPage, stop: Callable[[], None]) -> None:
+    def __init__(self, replica: Replica, shared: SharedNumbers, stop: Callable[[], None]) -> None:
         self.replica = replica
         self.starting: asyncio.Task[None] | None = None
         self.frames: Frames
         self.directory = ServerDirectory(replica.loop)
-        self._page = page
+        self._shared = shared
         self._stop = stop
         self._calls: dict[int, HostedCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,11 +104,11 @@ class FrameServer:
     def begin_start(self) -> None:
         """Show the parent that the instance is about to be made, in the current task."""
         self.starting = asyncio.current_task()
-        self._page.begin_loop()
+        self._shared.begin_loop()
 
     def beat(self) -> None:
         """Show the parent, now and again and again, that the user loop turns, and report."""
-        self._page.beat(monotonic())
+        self._shared.beat(monotonic())
         self.replica.loop.call_later(BEAT_S, self.beat)  # first: a report may raise
         self._report()
 
@@ -127,18 +136,18 @@ class FrameServer:
         A model is being loaded, or `reconfigure` runs.
         """
         if self.replica.host.may_stand:
-            self._page.turn(monotonic())
+            self._shared.turn(monotonic())
 
     def _on_call(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         # Else a request that ends this process here would end one replica after the other.
-        self._page.read(number)
+        self._shared.read(number)
         try:
             call = self._arrived(kind, number, loads(content, buffers))
         except Exception as error:  # of reading the arguments, which may run user code
             self.frames.post(Kind.FAILED, number, pickled_error(error))
             return
         finally:
-            self._page.read(0)
+            self._shared.read(0)
         call.waits_for = Waits(self.directory, number)
         self._calls[number] = call
         call.task = self.replica.loop.create_task(self._run(call), context=call.context)
@@ -200,8 +209,8 @@ class FrameServer:
         error: BaseException | None = None
         value: object = None
         try:
-            if not self._page.begin(call.number):
-                raise not_begun(replica.replica_id)
+            if not self._shared.begin(call.number):
+                raise not_begun_error(replica.replica_id)
             call.runner = replica
             if replica.admit(call):
                 value = await replica.serve(call)

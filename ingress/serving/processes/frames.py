@@ -10,7 +10,7 @@ Frames that are posted in one turn of the loop are written together, because a s
 more than a frame: four at a time, so that the other process begins while this one goes on. If all
 were written at the end of the turn, two processes with 32 calls would work by turns. A frame that
 no other is likely to follow, of a lone call, is written at once. A content of
-64 KiB or more crosses in shared memory: `segments`. The write side never blocks: what the socket
+64 KiB or more crosses in `shared_memory`. The write side never blocks: what the socket
 does not take waits here, and the windows and slots of calls bound it. Nothing listens, and the
 sockets have no name: only the child inherits its end. So its frames may be unpickled, and `loads`
 is for nothing else.
@@ -38,7 +38,7 @@ from struct import Struct
 from typing import Any, TypeAlias
 
 from ingress.exceptions import UserCodeExit
-from ingress.serving.processes.segments import IDLE_S, Received, Segments, unreceived
+from ingress.serving.processes.shared_memory import IDLE_S, Received, Segments, unreceived
 from ingress.serving.processes.uploads import dumps_with_uploads
 
 PICKLE = 5  # the protocol

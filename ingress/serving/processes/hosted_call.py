@@ -15,15 +15,14 @@ from typing import Any
 
 from starlette.types import Message, Scope
 
-from ingress.app.asgi import route_template
+from ingress.app.asgi import route_below
 from ingress.app.asgi.chunks import parts_of, with_bytes
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES
 from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
-from ingress.serving.processes.crossing import as_sent
-from ingress.serving.processes.errors import unsendable
+from ingress.serving.processes.crossing import as_sent, unsendable
 from ingress.serving.processes.frames import LARGE, Content, Frames, encode, size_of_content
 from ingress.serving.processes.messages import (
     RESPONSE_BODY,
@@ -33,7 +32,7 @@ from ingress.serving.processes.messages import (
     plain,
     response_as_sent,
 )
-from ingress.serving.processes.window import Taken, Waiters, Window
+from ingress.serving.processes.window import SendWindow, Taken, Waiters
 from ingress.serving.replicas.user_code import UserCode
 
 
@@ -53,7 +52,7 @@ class HostedCall(Call):
         self.number = number
         self.frames = frames
         self.request = work if isinstance(work, HostedRequest) else None
-        self.window = Window() if self.request is None else Window(size=RESPONSE_BYTES)
+        self.window = SendWindow() if self.request is None else SendWindow(size=RESPONSE_BYTES)
 
     def interrupt(self) -> None:
         super().interrupt()
@@ -156,12 +155,9 @@ class HostedRequest(Work, Waiters):
 
     def route(self, call: Call) -> str:
         """Return the prefix, with the endpoint's path template once found."""
-        if not self._template:
-            path = route_template(self.scope)
-            if path is None:
-                return call.metadata.route
-            self._template = call.metadata.route.rstrip("/") + path
-        return self._template
+        if not self._template and (found := route_below(call.metadata.route, self.scope)):
+            self._template = found
+        return self._template or call.metadata.route
 
     def title(self, call: Call) -> str:
         """Return the HTTP method and the template as far as it is known. Thread-safe."""

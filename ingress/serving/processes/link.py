@@ -1,6 +1,6 @@
 """The server's end of a child: its process, its frames, and the work that it does.
 
-start   a socket pair and a page are made, the process starts, its replica says that it serves
+start   a socket pair and shared memory are made, the process starts, its replica says it serves
 send    one frame for each call; the answers end the `RemoteWork` of that call
 lost    the process has ended: all its work ends, with `NotBegunError` if it had not begun
 stuck   its loop does not turn: it begins no more work, and work that it had not begun ends so
@@ -13,192 +13,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from copy import copy
 from secrets import token_hex
-from typing import Any
-
-from anyio import CancelScope
 
 from ingress.core.base.types import ReplicaID
-from ingress.core.calls.call import CURRENT_CALL, Call
-from ingress.core.calls.channel import MAX_ITEMS, RESPONSE_BYTES
+from ingress.core.calls.call import Call
 from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.retries import NotBegunError
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.serving.processes.child_calls import ChildCalls, MakeHandle
 from ingress.serving.processes.child_process import ChildProcess
-from ingress.serving.processes.crossing import unpickled_error
-from ingress.serving.processes.errors import end_of, not_begun, unreadable
-from ingress.serving.processes.frames import Buffers, Content, FrameError, Frames, dumps, loads
+from ingress.serving.processes.crossing import unpickled_error, unreadable
+from ingress.serving.processes.frames import Buffers, Content, FrameError, Frames
 from ingress.serving.processes.messages import (
     OF_CALLS,
-    RESPONSE_BODY,
     UPWARD,
     Kind,
     Report,
-    message_of,
     model_ids_of,
     report_of,
-    response_messages,
-    trace_id_in,
     unknown,
 )
 from ingress.serving.processes.output import Output
-from ingress.serving.processes.page import SharedPage
-from ingress.serving.processes.remote_call import RemoteCall
+from ingress.serving.processes.remote_calls import RemoteCall, RemoteWork
 from ingress.serving.processes.resources import EnvironmentOf
-from ingress.serving.processes.window import Taken, Window
-from ingress.serving.replicas.host import gone_error
+from ingress.serving.processes.shared_memory import SharedNumbers
+from ingress.serving.replicas.host import gone_error, not_begun_error
+from ingress.telemetry.mistakes import last_line as described
 
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
 _SEEN_S = 0.01  # until all processors have seen a write: 10,000 times as long as they take
 _START_ENDS_S = 0.3  # for `__del__` after a cancelled constructor; a delete waits for 0.5 s
-_CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the stream"}
-_MOST_ARRIVED = 4 * MAX_ITEMS  # the window, and complete responses, which count in none
 
 logger = logging.getLogger("ingress")
-
-
-class RemoteWork:
-    """One call in a child, from its frame to its end. Owned by the loop of the frames."""
-
-    __slots__ = (
-        "_arrived", "_size", "_taken", "_waiter", "call", "can_move", "error", "frames",
-        "has_heard", "is_over", "number", "value", "window",
-    )  # fmt: skip
-
-    def __init__(self, kind: Kind, number: int, frames: Frames) -> None:
-        self.number = number
-        self.frames = frames
-        self.call = CURRENT_CALL.get(None)
-        self.window = Window()
-        self.is_over = self.has_heard = False
-        # To another replica: no message of the client was taken for it.
-        self.can_move = kind != Kind.ASK
-        self.value: object = None
-        self.error: BaseException | None = None
-        self._arrived: list[Any] = []  # messages of a response, or items
-        self._size = 0  # of what has arrived, in bytes
-        self._taken = Taken(RESPONSE_BYTES) if kind == Kind.HTTP else Taken()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:
-        """Take a frame of the process that does the work."""
-        try:
-            if kind == Kind.ANSWER:
-                self._arrived += response_messages(content, buffers)
-                self.end()
-            elif kind == Kind.DONE:
-                self.end(loads(content, buffers) if content else None)
-            elif kind == Kind.FAILED:
-                error = unpickled_error(content)
-                if isinstance(error, NotBegunError) and not self.can_move:
-                    error = error.for_caller()
-                self.end(error=error)
-            elif kind == Kind.CREDIT:
-                self.window.give(content)
-            elif kind == Kind.HEARD:
-                self.has_heard = True
-                if self.call is not None:
-                    self.call.work.hear(is_heard=True)
-            elif kind == Kind.TRACE:
-                if self.call is not None:
-                    self.call.trace_id = trace_id_in(content)
-            else:
-                self._add(kind, content, buffers)
-        except FrameError:
-            raise
-        except Exception as problem:  # of user code, which reading may call
-            self.fail(unreadable(_CONTENTS.get(kind, "the response"), problem))
-            if kind in (Kind.ANSWER, Kind.DONE):
-                self.end()
-
-    def _add(self, kind: int, content: memoryview, buffers: Buffers) -> None:
-        """Take a message of a response, a complete response, or an item."""
-        if kind == Kind.RESPONSE:
-            self._arrived += response_messages(content, buffers)
-        else:
-            self._size += len(content) + sum(map(len, buffers))
-            if kind == Kind.CHUNK:
-                body = bytes(content)
-                self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
-            elif kind == Kind.OUTPUT:
-                self._arrived.append(message_of(content, buffers))
-            elif kind == Kind.ITEM:
-                self._arrived.append(loads(content, buffers))
-            else:
-                raise unknown(kind)
-        if len(self._arrived) > _MOST_ARRIVED:
-            raise FrameError("more messages of a call than there was room for")
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """Have `take` raise an error, although the work goes on."""
-        self.error = error
-        self._wake()
-
-    def end(self, value: object = None, error: BaseException | None = None) -> None:
-        self.value = value
-        if error is not None:  # else it may be that of an item that could not be read
-            self.error = error
-        self.is_over = True
-        self.window.close()
-        self._wake()
-
-    def give(self) -> None:
-        """Tell the child that what was taken last is used up."""
-        if not self.is_over:
-            self._taken.tell(self.frames, self.number)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[Any]:
-        """Return what has arrived, and nothing at the end. Raises the work's error."""
-        while not self._arrived:
-            if self.error is not None:
-                raise self.error
-            if self.is_over:
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        taken, self._arrived = self._arrived, []
-        self._taken.add(len(taken), self._size)
-        self._size = 0
-        return taken
-
-    async def outcome(self) -> Any:
-        """Return the value of work without messages, or raise its error."""
-        while not self.is_over:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    async def leave(self, failure: BaseException | None) -> None:
-        """Stop work that is not over, because of `failure`, and wait until it has ended."""
-        call = self.call
-        if isinstance(failure, asyncio.CancelledError) or (call and call.is_interrupted):
-            reason = None if call is None else call.error
-            self.frames.post(Kind.CANCEL, self.number, b"" if reason is None else dumps(reason))
-        else:  # its consumer takes no more
-            self.frames.post(Kind.CLOSE, self.number)
-        await self.ended()
-
-    async def ended(self) -> None:
-        """Wait until the work has ended, whatever arrives, even while cancellations arrive."""
-        # Shielded, because a cancelled AnyIO scope cancels again on every turn of the loop.
-        with CancelScope(shield=True):
-            while not self.is_over:
-                self._waiter = asyncio.get_running_loop().create_future()
-                try:
-                    await self._waiter
-                except asyncio.CancelledError:
-                    pass
 
 
 class Link:
@@ -223,8 +73,8 @@ class Link:
         "_make_handle",
         "_odd_kinds",
         "_output",
-        "_page",
         "_replica_id",
+        "_shared",
         "_started",
         "_works",
         "end",
@@ -240,7 +90,7 @@ class Link:
         self._replica_id = replica_id
         self._make_handle = make_handle
         self._child_calls: ChildCalls | None = None
-        self._page: SharedPage | None = None
+        self._shared: SharedNumbers | None = None
         self._child: ChildProcess | None = None
         self._frames: Frames | None = None
         self._started: asyncio.Future[None] | None = None
@@ -283,12 +133,12 @@ class Link:
 
         Thread-safe.
         """
-        page = self._page
-        if page is None or self.end or self._is_stopping:
+        shared = self._shared
+        if shared is None or self.end or self._is_stopping:
             return None
         try:
-            return page.turned_at or None
-        except ValueError:  # the page was closed meanwhile
+            return shared.turned_at or None
+        except ValueError:  # the memory was closed meanwhile
             return None
 
     async def start(self, specification: bytes, environment_of: EnvironmentOf) -> None:
@@ -316,24 +166,26 @@ class Link:
 
         ours, theirs = socket.socketpair()
         try:
-            page = self._page = SharedPage()
-            frames = self._frames = Frames(ours, self._on_frame, self._on_lost, lambda: page.beats)
+            shared = self._shared = SharedNumbers()
+            frames = self._frames = Frames(
+                ours, self._on_frame, self._on_lost, lambda: shared.beats
+            )
             self._child_calls = ChildCalls(frames, self._make_handle, self._call_of)
             frames.post_inline(Kind.START, specification)
             name, module, output = str(self._replica_id), self.module, self._output
-            self._child = ChildProcess(name, module, theirs, page, env_vars, output, on_exit)
+            self._child = ChildProcess(name, module, theirs, shared, env_vars, output, on_exit)
         except BaseException:  # there are too many threads, or the specification is too large
             theirs.close()
             raise
 
     def _give_up(self) -> None:
         """Close what a start has made that did not come to a process."""
-        frames, page = self._frames, self._page
-        self._frames = self._page = self._child_calls = None
+        frames, shared = self._frames, self._shared
+        self._frames = self._shared = self._child_calls = None
         if frames is not None:
             frames.close()
-        if page is not None:
-            page.close()
+        if shared is not None:
+            shared.close()
 
     async def stop(self) -> None:
         """Have the child run the user's shutdown code, and wait for its end."""
@@ -344,8 +196,8 @@ class Link:
         if started is None or not started.done() or started.cancelled():
             # There is no instance while it imports a module, and no `__del__` to wait for. A
             # constructor that blocks its loop never reads the order.
-            page = None if self.end else self._page  # closed with the process's end
-            has_loop = page is not None and page.beats > 0
+            shared = None if self.end else self._shared  # closed with the process's end
+            has_loop = shared is not None and shared.beats > 0
             wait_s = _START_ENDS_S if has_loop else 0.0
             asyncio.get_running_loop().call_later(wait_s, self.kill)
         self._frames.post(Kind.STOP, 0)
@@ -386,24 +238,24 @@ class Link:
 
     def hand_over(self) -> None:
         """Have the child begin no more work, and end the work that it has not begun."""
-        if not self.end and not self._is_stopping and self._page is not None:
-            self._page.end_begins()
-            # Race with a child that begins work at this moment, see `SharedPage.begin`: a processor
-            # may show its writes later than it reads. A child that is held up in between has
-            # shown its write. Refusals of work that ends here arrive for nothing.
+        if not self.end and not self._is_stopping and self._shared is not None:
+            self._shared.end_begins()
+            # Race with a child that begins work at this moment, see `SharedNumbers.begin`: a
+            # processor may show its writes later than it reads. A child that is held up in between
+            # has shown its write. Refusals of work that ends here arrive for nothing.
             asyncio.get_running_loop().call_later(_SEEN_S, self._move)
 
     def _move(self) -> None:
-        if not self.end and self._page is not None and (unbegun := self._unbegun(self._page)):
+        if not self.end and self._shared is not None and (unbegun := self._unbegun(self._shared)):
             logger.warning(
                 "%s: the requests that it has not begun go to other replicas: %d",
                 *(self._replica_id, len(unbegun)),
             )
-            self._end_works(unbegun, not_begun(self._replica_id))
+            self._end_works(unbegun, not_begun_error(self._replica_id))
 
-    def _unbegun(self, page: SharedPage) -> list[int]:
+    def _unbegun(self, shared: SharedNumbers) -> list[int]:
         """Return the numbers of the work that user code in the child cannot have seen."""
-        last_begun, being_read = page.last_begun, page.being_read
+        last_begun, being_read = shared.last_begun, shared.being_read
         works = self._works.items()
         return [n for n, each in works if n > last_begun and n != being_read and each.can_move]
 
@@ -478,16 +330,18 @@ class Link:
             self._lose()
 
     def _lose(self) -> None:
-        child, page = self._child, self._page
-        if self.end or child is None or page is None:
+        child, shared = self._child, self._shared
+        if self.end or child is None or shared is None:
             return
         fault = None if self._frames is None else self._frames.fault
         self.end = end_of(child.pid, child.code, child.failure, fault)
         self.on_end()
         if self._child_calls is not None:
             self._child_calls.stop()
-        self._end_works(self._unbegun(page), gone_error(self._replica_id, self.end, NotBegunError))
-        page.close()
+        self._end_works(
+            self._unbegun(shared), gone_error(self._replica_id, self.end, NotBegunError)
+        )
+        shared.close()
         self._end_works(
             [*self._works], gone_error(self._replica_id, self.end, ReplicaUnavailableError)
         )
@@ -500,3 +354,31 @@ class Link:
             exc_info = None if is_foreseen else fault
             logger.error("%s: %s", self._replica_id, self.end, exc_info=exc_info)
             self.on_lost()
+
+
+def end_of(
+    pid: int, code: int | None, failure: Exception | None, fault: Exception | None = None
+) -> str:
+    """Return the description of a process's end: by its exit code, negative for a signal.
+
+    `fault` is the error of what it has sent, if the server has ended it.
+    """
+    if failure is not None:
+        return f"its process could not be started: {failure}"
+    if isinstance(fault, FrameError):
+        return (
+            f"its process {pid} was ended, because it sent {fault}; user code must not write to a "
+            "descriptor that it has not opened"
+        )
+    if fault is not None:
+        return f"its process {pid} was ended, because a frame failed: {described(fault)}"
+    if code is None:
+        return f"its process {pid} closed its connection"
+    if code >= 0:
+        return f"its process {pid} ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+    return f"its process {pid} was killed by {name}{hint}"

@@ -35,7 +35,7 @@ from ingress.serving.processes.code import (
 from ingress.serving.processes.frames import dumps, loads, pickle_by_value
 from ingress.serving.processes.messages import ReplicaSpec, Report
 from ingress.serving.processes.output import levels
-from ingress.serving.processes.remote_call import RemoteCall
+from ingress.serving.processes.remote_calls import RemoteCall
 from ingress.serving.processes.remote_code import RemoteCode
 from ingress.serving.processes.resources import EnvironmentOf, environment_of, visible
 from ingress.serving.replicas.host import HostCounts, OwnPart

@@ -22,9 +22,9 @@ from ingress.core.calls.tracing import span_headers
 from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
 from ingress.serving.processes.child_calls import MakeHandle
-from ingress.serving.processes.errors import unsendable
+from ingress.serving.processes.crossing import unsendable
 from ingress.serving.processes.frames import Content, dumps, encode, outside, size_of_content
-from ingress.serving.processes.link import Link, RemoteWork
+from ingress.serving.processes.link import Link
 from ingress.serving.processes.messages import (
     RESPONSE_BODY,
     Kind,
@@ -32,7 +32,7 @@ from ingress.serving.processes.messages import (
     message_as_sent,
     scope_as_sent,
 )
-from ingress.serving.processes.remote_call import RemoteCall
+from ingress.serving.processes.remote_calls import RemoteCall, RemoteWork
 from ingress.serving.processes.resources import EnvironmentOf
 
 

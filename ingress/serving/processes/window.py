@@ -42,7 +42,7 @@ class Waiters:
                 future.set_result(None)
 
 
-class Window(Waiters):
+class SendWindow(Waiters):
     """The room that a receiver in the other process has. Owned by the sender's loop.
 
     The bounds are those of a `Channel`: at most `messages` messages or `size` bytes are on the way.

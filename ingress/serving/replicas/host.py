@@ -19,6 +19,7 @@ from ingress.core.base.counters import BatchCount, LaneLoad, Latency
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import Call
 from ingress.core.calls.loops import Mailbox
+from ingress.core.calls.retries import NotBegunError
 from ingress.core.execution.lane_pools import ReplicaPools
 from ingress.exceptions import ReplicaUnavailableError
 from ingress.serving.replicas.models import Models
@@ -150,4 +151,12 @@ def gone_error(
     return kind(
         f"Replica {replica_id} of {replica_id.deployment_id} {how}; send the request again if "
         "that is safe."
+    )
+
+
+def not_begun_error(replica_id: ReplicaID) -> NotBegunError:
+    """Return the error of a call that a stuck replica has not begun, and never will."""
+    return NotBegunError(
+        f"Replica {replica_id} of {replica_id.deployment_id} is stuck, and has not begun the "
+        "request; send it again."
     )
