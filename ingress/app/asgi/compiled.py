@@ -126,7 +126,7 @@ class CompiledRoute:
                 return await rest(scope, receive, watched)
         except Overridden as error:
             rest = self._in_stacks(None, first, body, shared, error.progress)
-        except BaseException as error:
+        except BaseException as error:  # the user's layers get it, as from FastAPI's handler
             rest = _raising(error, has_started=has_started)
         # The user's handlers run after the start of a response, too, but cannot answer any more.
         sent = _discard if has_started else send
@@ -229,7 +229,7 @@ async def _first_message(scope: Scope, receive: Receive) -> tuple[Message, Recei
                 break
             try:
                 message = await receive()
-            except Exception as error:
+            except Exception as error:  # of any server: FastAPI gets it from the `receive`
                 return {}, _again(receive, error)
             return message, _again(receive, message)
     return {}, receive
@@ -242,7 +242,7 @@ def _json(message: Message) -> Any:
     body = message.get("body", b"")
     try:
         return json.loads(body) if type(body) is bytes else _ABSENT
-    except Exception:  # FastAPI parses it again, and answers any error
+    except (ValueError, RecursionError):  # FastAPI parses it again, and answers the error
         return _ABSENT
 
 

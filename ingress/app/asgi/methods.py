@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import logging
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -50,10 +51,12 @@ from ingress.app.asgi.compat import (
     get_typed_return_annotation,
     get_typed_signature,
 )
-from ingress.core.base.foreign import dict_of, has_code_for, unwrapped
+from ingress.core.base.foreign import advisory, dict_of, has_code_for, unwrapped
 from ingress.core.base.signatures import annotations_of, signature_of
 from ingress.core.execution.execution import Kind, code_of, kind, name_of
 from ingress.exceptions import RayServeException
+
+logger = logging.getLogger("ingress")
 
 GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 
@@ -166,7 +169,8 @@ class Methods:
             own, annotations = vars(cls), annotations_of(cls)
             for name in {**annotations, **own}:
                 annotation = annotations.get(name, _NOTHING)
-                with suppress(Exception):  # it may name what only a type checker knows
+                with advisory("the reading of an annotation"):
+                    # It may name what only a type checker knows.
                     annotation = _evaluated(annotation, None, cls)
                 if _is_shared(annotation) or (annotation is _NOTHING and name not in read):
                     continue  # an alias, as in `def method(self, user=auth)`
@@ -249,7 +253,7 @@ def kind_for_fastapi(func: Callable[..., object]) -> Kind:
 
 def is_read_by_fastapi(parameter: inspect.Parameter, func: Any) -> bool:
     """Return whether a parameter of `func` is a dependency, a header or the like, by its marker."""
-    with suppress(Exception):  # it may name what only a type checker knows
+    with advisory("the reading of an annotation"):  # it may name what only a type checker knows
         annotation = _evaluated(parameter.annotation, _innermost(func), None)
         parameter = parameter.replace(annotation=annotation)
     return _has_marker(parameter, _READ_BY_FASTAPI)
@@ -294,6 +298,7 @@ def _class_named(func: FunctionType, scope: str) -> type | None:
             found = getattr(found, "func_or_class", found)  # a deployment has taken the name
         return found if isinstance(found, type) else None
     except Exception:  # of an object of the user's that has the name now
+        logger.debug("the search for the class %s ended early", scope, exc_info=True)
         return None
 
 
@@ -333,7 +338,8 @@ def _is_given(
         return True
     try:
         annotation = _evaluated(first.annotation, func, owner)
-    except Exception:
+    except Exception:  # it runs code of the user's module
+        logger.debug("the annotation of %r cannot be read", first.name, exc_info=True)
         return False
     annotation = getattr(annotation, "__value__", annotation)  # of a `type` statement
     is_filled_in = isinstance(annotation, type) and issubclass(annotation, _FILLED_IN)
@@ -474,6 +480,7 @@ def _read(func: Any, owner: type | None = None, *, skip_first: bool = False) -> 
     try:
         returned = _evaluated(signature.return_annotation, inner, owner)
     except Exception:  # it may name what only a type checker knows
+        logger.debug("the annotation of a result cannot be read", exc_info=True)
         returned = get_typed_return_annotation(func)
     return inspect.Signature(parameters, return_annotation=returned)
 

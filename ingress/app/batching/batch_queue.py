@@ -358,7 +358,7 @@ class BatchQueue:
                     self._handler.batch_size_fn,
                     [each.first for each in (*self._forming, item)],
                 )
-            except Exception as error:
+            except Exception as error:  # of user code: its caller gets it
                 self._refuse(item, error)
                 return False
             if size > limit:
@@ -459,7 +459,7 @@ class BatchQueue:
             # A batch that failed, or that was told to stop, teaches nothing.
             if chooser is not None and not batch.is_interrupted:
                 chooser.learn(size, monotonic() - began_at)
-        except Exception as error:
+        except Exception as error:  # of user code: the callers get it
             note_failure(error)
             self._log_late(items, error)
             fail(items, error)
