@@ -261,7 +261,7 @@ class DeploymentHandle(Generic[T_co]):
                 if responses:
                     resolved = [_resolved(arg) for arg in args]
                     named = {name: _resolved(arg) for name, arg in kwargs.items()}
-            except Exception as error:
+            except Exception as error:  # of the call whose result is an argument
                 call.settle(error=error)
                 return
             call.work = Invocation(options.method_name, resolved, named, channel)

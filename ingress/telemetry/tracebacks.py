@@ -315,5 +315,5 @@ def text_of(value: object) -> str:
     """Return the text of a value. Never fails."""
     try:
         return str(value)
-    except BaseException:
+    except BaseException:  # of user code, as Python's `traceback` does
         return "<exception str() failed>"

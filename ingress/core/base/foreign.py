@@ -47,7 +47,7 @@ def stored(value: object, name: str, default: Any = None) -> Any:
     try:
         found = inspect.getattr_static(value, name, default)
         return found.__get__(value, type(value)) if type(found) in _WRITTEN_IN_C else found
-    except Exception:  # a slot that is not set, a class that is only half made
+    except Exception:  # of a slot that is not set, or of the code of a class or its metaclass
         return default
 
 

@@ -277,7 +277,7 @@ class Mailbox:
                 callback, args = items.popleft()
                 try:
                     callback(*args)
-                except Exception as error:
+                except Exception as error:  # the loop logs it, and the other items must run
                     self._loop.call_exception_handler(
                         {"message": f"{callback!r} posted to an event loop", "exception": error}
                     )
@@ -538,7 +538,7 @@ async def run_on(
         # Errors bypass the future: asyncio replaces a `TimeoutError` in it, without its traceback.
         try:
             return await func(*args)
-        except Exception as error:
+        except Exception as error:  # raised below, on the other loop
             errors.append(error)
             return None
 

@@ -47,7 +47,7 @@ class LoopExecutor(ThreadPoolExecutor):
                 stopped = RuntimeError("a call in a thread raised StopIteration")
                 stopped.__cause__ = error
                 future.set_exception(stopped)
-            except BaseException as error:
+            except BaseException as error:  # as `concurrent.futures`: the awaiting task gets it
                 future.set_exception(error)
             else:
                 future.set_result(result)

@@ -335,7 +335,7 @@ class ThreadWork:
             # A future cannot carry it, and it would silently end the awaiting coroutine.
             self.error = RuntimeError("a def call raised StopIteration")
             self.error.__cause__ = error
-        except BaseException as error:
+        except BaseException as error:  # of user code: the loop raises it for the caller
             self.error = readable(error)
         self.mailbox.post(self.finish)
 
@@ -387,13 +387,13 @@ def _pump(items: Iterable[T], channel: Channel[T], ahead: set[int]) -> None:
                 break
             if waited is not (ident in ahead):
                 (ahead.add if waited else ahead.discard)(ident)
-    except BaseException as raised:
+    except BaseException as raised:  # of user code: the channel's consumer gets it
         error = readable(raised)
     ahead.discard(ident)
     try:
         if isinstance(items, Generator):  # not a file, which may be wanted again
             items.close()
-    except BaseException as raised:
+    except BaseException as raised:  # of its `finally`: the consumer gets it, or it is logged
         if error is None:
             error = readable(raised)
     is_news = error is not None and not needs_no_record(error)
