@@ -301,8 +301,9 @@ def _check(target: str, migrate: bool, app_dir: Path) -> Report:
         refusal(str(error))
     except typer.Exit:  # `load` has printed the error
         pass
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        raise typer.Exit(2) from error
     raise typer.Exit(2)
 
 

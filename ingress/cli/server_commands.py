@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import WHAT
 from ingress.serving.control import changes
 from ingress.state.memory import MemoryOfProcess
+
+logger = logging.getLogger("ingress")
 
 MOST_MEMORY_S = 240.0
 SCALE = "ingress scale"
@@ -55,7 +58,8 @@ def run_in_worker(name: str, arguments: Mapping[str, Any]) -> Any:
     """Return the answer of a worker to a command; `Failed` if it raises."""
     try:
         return commands_of_a_worker()[name](arguments)
-    except Exception as error:
+    except Exception as error:  # the command's process shows it
+        logger.debug("the command %r failed", name, exc_info=True)
         return Failed(str(error) if isinstance(error, CommandError) else repr(error))
 
 

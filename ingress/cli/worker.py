@@ -208,7 +208,7 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
         served.configure(config)
     except (ConfigFileError, NotAnApplication) as error:  # a file has changed since it was read
         cause.lines.append(str(error))
-    except Exception as error:
+    except Exception as error:  # of user code: the supervisor prints it
         cause.lines.append(format_mistake(error))
     try:
         if not cause.lines:
@@ -219,7 +219,7 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
         pass
     except OSError as error:
         cause.lines.append(f"cannot serve: {error}")
-    except Exception:
+    except Exception:  # the supervisor prints it
         cause.lines.append(traceback.format_exc())
     if not server.started:
         server.report("\n".join(cause.lines))
@@ -340,7 +340,7 @@ def work_until_reloaded(
     except (ConfigFileError, NotAnApplication) as error:
         sys.exit(f"Error: {error}")
     except Exception as error:
-        sys.exit(format_mistake(error))
+        raise SystemExit(format_mistake(error)) from error
     url = url_of(sockets[0], is_tls=config.is_ssl)
     observer = Observer(partial(parts_of, local_engine()), lambda: url)
     control = ControlSocket(_commands_of_the_reloaded(observer), os.getppid())

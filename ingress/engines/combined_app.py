@@ -47,7 +47,7 @@ class CombinedApp:
         try:
             try:
                 await asyncio.to_thread(self._start)
-            except Exception as error:
+            except Exception as error:  # the server prints it, and ends
                 text = traceback.format_exc()
                 if error.__cause__ is not None:  # user code raised it
                     text = format_failed_start(error)

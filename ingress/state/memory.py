@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import logging
 import os
 import threading
 import tracemalloc
@@ -22,6 +23,8 @@ from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
 from ingress.state.looking import replicas_of
 from ingress.state.server import Server
+
+logger = logging.getLogger("ingress")
 
 TOP = 10  # lines and types
 _FRAMES = 12  # of an allocation: some are those of libraries
@@ -71,6 +74,7 @@ def memory(server: Server, seconds: float) -> list[MemoryOfProcess]:
         try:
             told: MemoryOfProcess = answer()
         except Exception as error:  # it stands still, or has ended
+            logger.debug("a replica does not tell its memory", exc_info=True)
             told = _empty(f"{name}/{replica.context.app_name}/{replica.replica_id}", repr(error))
         found.append({**told, "process": f"{name}/{told['process']}"})
     return found

@@ -172,7 +172,7 @@ class RemoteRouter(CallTasks):
             if response is not None and call.settled:
                 response.cancel()
             call.settle(error=translated(error, metadata))
-        except Exception as error:
+        except Exception as error:  # the caller gets it
             call.settle(error=translated(error, metadata))
 
     def _handle(self, metadata: RequestMetadata) -> RayHandle:

@@ -93,7 +93,8 @@ def portable(error: BaseException) -> BaseException:
     """
     try:
         pickle.loads(cloudpickle.dumps(error))
-    except Exception:
+    except Exception:  # of the class's own code
+        logger.debug("a %s cannot be unpickled", type(error).__name__, exc_info=True)
         return _Sent(error)
     return error
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from starlette.types import Receive, Scope, Send
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.view import View
 from ingress.serving.http import uvicorn_connection
+
+logger = logging.getLogger("ingress")
 
 PAUSE_S = 0.5
 LONGEST_S = 2.0
@@ -160,6 +163,7 @@ class Viewers:
             try:
                 self._latest, cost_s = await asyncio.to_thread(self._made)
             except Exception as error:  # the server starts or stops
+                logger.debug("a view of the server cannot be made", exc_info=True)
                 self._latest, cost_s = _event({"error": f"{type(error).__name__}: {error}"}), 0.0
             self._number += 1
             self._news.set()
