@@ -218,7 +218,7 @@ class Reconciler:
     def _start(self, deployment: RunningDeployment, now: float) -> None:
         try:
             member = self._new_member(deployment, now)
-        except Exception as error:  # too few descriptors, or the app cannot be cloned
+        except Exception as error:  # no descriptors, or an app that has no copy: logged
             self._on_failed_start(deployment, error)
             return
         deployment.members.append(member)
@@ -281,7 +281,7 @@ class Reconciler:
                 lambda name: self._make_handle(DeploymentID(name, app_name)),
             )
             await replica.start(args, kwargs, deployment.config.user_config)
-        except Exception as error:
+        except Exception as error:  # of user code; `_on_failed_start` logs it
             if member.phase is Phase.STARTING:
                 # Without a replica that could refuse it: those before have failed to reconfigure.
                 if deployment.is_untried and member.config == deployment.desired.config:

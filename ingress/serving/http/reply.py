@@ -415,7 +415,7 @@ class Reply:
             assert task is not None
             if task.uncancel():
                 raise  # not by the replica alone
-        except Exception as error:
+        except Exception as error:  # of user code: the client gets a 500
             runner.fail(call, error)
         else:
             call.settle()

@@ -263,7 +263,7 @@ def send_messages(protocol: Any, messages: list[Message]) -> list[Message]:
                 connection.send_text(message["text"].encode())
             count += 1
     except Exception:
-        pass  # `send` raises it again
+        pass  # of a message that is none: `send` raises it again, in the server's task
     if count:
         protocol.transport.write(b"".join(connection.data_to_send()))
     return messages[count:]

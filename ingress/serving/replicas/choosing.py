@@ -216,7 +216,7 @@ class Chooser:
                 ranks = self._policy.rank(candidates, request)
                 if self._place(call, _slots_of(ranks)):
                     break
-            except Exception as error:
+            except Exception as error:  # of the user's policy: the caller gets it
                 self._fail(call, error)
                 break
             if candidates is self._candidates:

@@ -359,7 +359,7 @@ class Replica:
             value = await self.serve(call)
         except asyncio.CancelledError as error:
             self.settle_cancelled(call, error)
-        except Exception as error:
+        except Exception as error:  # of user code: the caller gets it
             self.fail(call, error)
         else:
             call.settle(value)

@@ -37,7 +37,7 @@ def message_of(record: logging.LogRecord) -> str:
     """Return the message of a record, also if its arguments do not fit. Never fails."""
     try:
         return record.getMessage()
-    except Exception as error:
+    except Exception as error:  # of a value's `__str__`, say; to log it here would not end
         return f"{_plain(record.msg)} (its arguments do not fit: {_plain(error)})"
 
 
@@ -47,7 +47,7 @@ def _plain(value: object) -> object:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return dataclasses.asdict(value)
         return str(value)
-    except Exception as error:
+    except Exception as error:  # of the value's own code
         return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
 
 
@@ -160,7 +160,7 @@ def exception_of(formatter: logging.Formatter, record: logging.LogRecord) -> str
         return ""
     try:
         record.exc_text = formatter.formatException(record.exc_info)
-    except Exception:
+    except Exception:  # of an exception's own code
         record.exc_text = f"{type(readable(record.exc_info[1])).__name__}: it cannot be shown"
     return record.exc_text
 

@@ -66,7 +66,7 @@ class Printer(logging.Handler):
         try:
             self._sink.put(formatter_for(record, colors=_has_colors(self.stream)).format(record))
             LAST_LINES.add(record)
-        except Exception:
+        except Exception:  # as each handler of `logging`
             self.handleError(record)
 
     def flush(self) -> None:
