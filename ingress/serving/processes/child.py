@@ -62,7 +62,7 @@ def main(descriptor: int, shared: int) -> None:
         replica, server, stopping = _made(spec, SharedNumbers(shared))
     except EOFError:
         return  # the parent has given the start up
-    except BaseException as error:
+    except BaseException as error:  # of the user's module: the server raises it
         send_blocking(end, Kind.FAILED, pickled_error(error, LARGE))
         return
     has_started = run_blocking(replica.loop, _serve(replica, server, end, spec))
@@ -144,7 +144,7 @@ async def _serve(
         given_args, given_kwargs = loads(spec.arguments)
         args, kwargs = fill(given_args, given_kwargs, handle)
         await replica.start(args, kwargs, spec.user_config)
-    except Exception as error:
+    except Exception as error:  # of user code: the server raises it
         server.frames.post(Kind.FAILED, 0, pickled_error(error))
     except asyncio.CancelledError:
         pass  # by the order to stop, for which the main thread looks next

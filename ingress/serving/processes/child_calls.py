@@ -33,7 +33,7 @@ from ingress.handle import (
     directory_here,
     pass_on,
 )
-from ingress.serving.processes.crossing import as_sent, pickled_error, unsendable
+from ingress.serving.processes.crossing import as_sent, item_as_sent, pickled_error, unsendable
 from ingress.serving.processes.frames import (
     Buffers,
     FrameError,
@@ -187,14 +187,10 @@ class ChildCalls:
         window = self._windows[number]
         try:
             async for item in items:
-                try:
-                    content = encode(as_sent(item))
-                except Exception as problem:
-                    name = items._call.deployment_name
-                    raise unsendable(name, problem, item=item) from problem
+                content = item_as_sent(items._call.deployment_name, item)
                 await window.take(size_of_content(content))
                 self._frames.post(Kind.ITEM, number, content)
-        except Exception as error:
+        except Exception as error:  # of the stream: the child gets it
             items.cancel()
             self._frames.post(Kind.FAILED, number, pickled_error(error))
         else:
@@ -368,7 +364,7 @@ class ServerRouter(CallTasks):
         except asyncio.CancelledError:
             if work is not None and not work.is_over:
                 work.frames.post(Kind.CANCEL, work.number)
-        except Exception as error:
+        except Exception as error:  # the caller gets it
             call.settle(error=error)
 
     def _send(self, call: Call, invocation: Invocation) -> RemoteWork:

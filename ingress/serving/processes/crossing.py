@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ingress.core.execution.execution import contained
 from ingress.exceptions import RayServeException, UserCodeExit
 from ingress.serving.processes.code import culprit
-from ingress.serving.processes.frames import dumps, loads
+from ingress.serving.processes.frames import Content, dumps, encode, loads
 from ingress.telemetry.mistakes import last_line as described
 from ingress.telemetry.tracebacks import (
     ExplainingNote,
@@ -111,6 +111,14 @@ def unsendable(deployment: str, problem: Exception, **values: object) -> RayServ
         f"{path}, of a call of deployment {deployment!r}, cannot be sent to another process: "
         f"{described(problem)}{'' if isinstance(problem, has_advice) else advice}"
     )
+
+
+def item_as_sent(deployment: str, item: object) -> Content:
+    """Return an item of a stream as a content. Raises as `unsendable`."""
+    try:
+        return encode(as_sent(item))
+    except Exception as problem:  # of the code of its class
+        raise unsendable(deployment, problem, item=item) from problem
 
 
 def as_sent(value: object) -> object:
@@ -210,7 +218,7 @@ class _Sending:
         try:
             content, is_whole = self._content(error)
             kind = self._pickled(type(error))
-        except Exception as problem:
+        except Exception as problem:  # of the code of its class: the text says it
             told += f" (it cannot be sent to another process: {described(problem)})"
         notes = [
             (ExplainingNote if isinstance(each, ExplainingNote) else str)(text_of(each)[:_KEPT])
@@ -230,7 +238,7 @@ class _Sending:
         if isinstance(error, Enum):  # a member of it would be unpickled by an equal value
             return self._pickled(error.name), True
         if _has_reduce(kind):
-            with suppress(Exception):
+            with suppress(Exception):  # of its own `__reduce__`: its parts are sent below
                 content = self._pickled(error, whole=error)
                 if issubclass(type(self._read(content)), BaseException):
                     return content, True
@@ -245,7 +253,7 @@ class _Sending:
         try:
             content = self._pickled((args, state))
             self._read(content)
-        except Exception:
+        except Exception:  # of the code of a part: each part is looked at
             sent = {name: self._part(each) for name, each in state.items()}
             content = self._pickled((tuple(map(self._part, args)), sent))
         return content, False
@@ -255,7 +263,7 @@ class _Sending:
         try:
             self._read(self._pickled(value))
             return value
-        except Exception:
+        except Exception:  # of the code of its class, which may raise any
             try:
                 return repr(value)[:_KEPT]
             except BaseException:
@@ -288,7 +296,7 @@ class _Arrival:
             if number in self._empty:
                 try:
                     self._fill(self._made[number], record.content)
-                except Exception as problem:
+                except Exception as problem:  # of the code of a part: the text says it
                     self._made[number] = _described(record, problem)
         for number, record in enumerate(self._records):
             self._finish(self._made[number], record)
@@ -302,7 +310,7 @@ class _Arrival:
             try:
                 if record.kind:
                     self._made[number] = self._new(number, record)
-            except Exception as problem:
+            except Exception as problem:  # of the code of its class: the text says it
                 self._made[number] = _described(record, problem)
         return self._made[number]
 

@@ -153,16 +153,10 @@ class FrameServer:
         call.task = self.replica.loop.create_task(self._run(call), context=call.context)
 
     def _on_ask(self, number: int, content: memoryview) -> None:
-        try:
-            what, argument = loads(content)
-        except Exception as error:
-            self.frames.post(Kind.FAILED, number, pickled_error(error))
-        else:
-            task = self.replica.loop.create_task(
-                self._answer(number, what, argument), context=Context()
-            )
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        answer = self._answer(number, bytes(content))
+        task = self.replica.loop.create_task(answer, context=Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _arrived(self, kind: int, number: int, content: Any) -> HostedCall:
         deployment = self.replica.replica_id.deployment_id
@@ -216,7 +210,7 @@ class FrameServer:
                 value = await replica.serve(call)
         except asyncio.CancelledError as cancelled:
             error = UserCodeExit(cancelled, str(replica.replica_id))
-        except Exception as raised:
+        except Exception as raised:  # of user code: the caller gets it
             error = raised
             if call.settled:  # the server does not get it
                 replica.fail(call, raised)
@@ -250,23 +244,24 @@ class FrameServer:
             call.request.flush()
         self.frames.post(Kind.FAILED, call.number, pickled_error(error))
 
-    async def _answer(self, number: int, what: str, argument: Any) -> None:
+    async def _answer(self, number: int, content: bytes) -> None:
         """Answer a request to the replica itself."""
         REPLICA.set(self.replica.context)
-        if what == "look":
-            look = partial(self._look, number, *argument)
-            # Not in the replica's executor: user code may hold all of its threads.
-            thread = threading.Thread(target=look, name="ingress-look", daemon=True)
-            Context().run(thread.start)
-            return
         try:
+            what, argument = loads(content)
+            if what == "look":
+                look = partial(self._look, number, *argument)
+                # Not in the replica's executor: user code may hold all of its threads.
+                thread = threading.Thread(target=look, name="ingress-look", daemon=True)
+                Context().run(thread.start)
+                return
             if what == "check_health":
                 await self.replica.check_health()
             elif what == "add_threads":
                 self.replica.host.add_threads(argument)
             else:
                 await self.replica.reconfigure(argument)
-        except Exception as error:
+        except Exception as error:  # of user code: the server gets it
             self.frames.post(Kind.FAILED, number, pickled_error(error))
         else:
             self.frames.post(Kind.DONE, number)
@@ -276,7 +271,7 @@ class FrameServer:
         frame: tuple[Kind, int, Content]
         try:
             frame = Kind.DONE, number, encode(outside(dumps(look(self.replica, *arguments))))
-        except Exception as error:
+        except Exception as error:  # the server gets it
             frame = Kind.FAILED, number, pickled_error(error)
         mailbox_of(self.replica.loop).post(self.frames.post, *frame)
 

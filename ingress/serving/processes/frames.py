@@ -355,7 +355,7 @@ class Frames:
             self._parse()
             if self._descriptors:
                 self._check_descriptors()
-        except Exception as fault:
+        except Exception as fault:  # its owner tells of it
             self.close(fault)
         except BaseException:
             self.close()

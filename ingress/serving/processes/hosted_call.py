@@ -22,7 +22,7 @@ from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES
 from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
-from ingress.serving.processes.crossing import as_sent, unsendable
+from ingress.serving.processes.crossing import as_sent, item_as_sent
 from ingress.serving.processes.frames import LARGE, Content, Frames, encode, size_of_content
 from ingress.serving.processes.messages import (
     RESPONSE_BODY,
@@ -80,10 +80,7 @@ class _Items:
     call: HostedCall
 
     async def put(self, item: object, size: int = 0) -> None:
-        try:
-            content = encode(as_sent(item))
-        except Exception as problem:
-            raise unsendable(self.call.deployment_name, problem, item=item) from problem
+        content = item_as_sent(self.call.deployment_name, item)
         await self.call.window.take(size_of_content(content))
         self.call.frames.post(Kind.ITEM, self.call.number, content)
 

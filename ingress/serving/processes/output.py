@@ -49,7 +49,7 @@ class LogLines(logging.Handler):
                 piece, text = text[:_PIECE], text[_PIECE:]
                 line = f"{self._mark}{'+' if text else '.'}{piece}\n"
                 os.write(2, line.encode("ascii"))
-        except Exception:
+        except Exception:  # as each handler of `logging`
             self.handleError(record)
 
     def _fields(self, record: logging.LogRecord) -> dict[str, object]:
