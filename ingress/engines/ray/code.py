@@ -10,7 +10,6 @@ functions use, so the worker would have two copies of the module's objects.
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ray import cloudpickle
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.references import found_in, names_of
 from ingress.core.base.signatures import signature_of
-from ingress.serving.processes.code import pickled_code
+from ingress.serving.processes.code import ByValue, pickled_code
 
 NOT_ON_THE_WORKERS = "cannot be imported on the workers"
 
@@ -58,17 +57,6 @@ class ByPath:
                 f"module {self.module!r} of the workers has no {self.name!r}; give the "
                 "workers the same version of the module"
             )
-        return target
-
-
-@dataclass(frozen=True, slots=True)
-class ByValue:
-    """A pickled class or function that no worker can import."""
-
-    pickled: bytes
-
-    def resolve(self) -> type | FunctionType:
-        target: type | FunctionType = pickle.loads(self.pickled)
         return target
 
 

@@ -3,8 +3,8 @@
     the server's process                                 a child process for each replica
     Router -> Replica -> RemoteCode  == frames ==          FrameServer -> Replica -> user code
 
-    process_host     the host of the replica that the router knows; start here
-    remote_code      the user code of that runner: it sends what `UserCode` would do
+    process_host     the host of the replica that the router knows, and its user code, which sends
+                     what `UserCode` would do; start here
     link             the server's end of a child: its process, its frames, its end
     remote_calls     calls in a child, as its server sees them
     child            the main function of a child

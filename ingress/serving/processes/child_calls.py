@@ -13,7 +13,7 @@ that they differ from those of calls that the child serves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
@@ -122,7 +122,8 @@ class ChildCalls:
         adopt(envelope[-1], context)
         # A call of a batch, or of a task that outlives its request, has no parent here.
         origin = self._find_call(parent) or Call(metadata, NO_WORK, context)
-        response = self._made_in(context, origin, handle, args, kwargs)
+        context.run(CURRENT_CALL.set, origin)
+        response = context.run(handle.remote, *args, **kwargs)
         self._responses[number] = response
         if isinstance(response, DeploymentResponseGenerator):
             self._windows[number] = SendWindow()
@@ -152,21 +153,6 @@ class ChildCalls:
         waiting = self._find_call(waiter)
         if waiting is not None and isinstance(waiting.waits_for, set):
             end_wait(self._responses[number]._call, waiting)
-
-    def _made_in(
-        self,
-        context: Context,
-        parent: Call,
-        handle: DeploymentHandle,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-    ) -> DeploymentResponse | DeploymentResponseGenerator:
-        def make() -> DeploymentResponse | DeploymentResponseGenerator:
-            CURRENT_CALL.set(parent)
-            made: DeploymentResponse | DeploymentResponseGenerator = handle.remote(*args, **kwargs)
-            return made
-
-        return context.run(make)
 
     def _end(self, number: int, call: Call) -> None:
         """Send the outcome of a call."""

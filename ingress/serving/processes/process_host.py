@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, TypeVar
 
+from starlette.types import Message, Receive, Scope, Send
+
 from ingress.app.asgi import BoundApp
+from ingress.app.asgi.chunks import Chunks
+from ingress.app.asgi.template import TEMPLATES
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.context import ReplicaRuntime
 from ingress.core.base.counters import LaneLoad
-from ingress.core.calls.call import Call
+from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import BorrowedLoop, run_on, start_on
-from ingress.core.calls.tracing import TRACING
+from ingress.core.calls.tracing import TRACING, span_headers
 from ingress.core.execution.execution import SERIAL_LANE, contained
 from ingress.core.execution.lanes import lanes_of
+from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
 from ingress.serving.processes.child_calls import MakeHandle
 from ingress.serving.processes.code import (
@@ -32,11 +37,28 @@ from ingress.serving.processes.code import (
     pickled_arguments,
     reference_to,
 )
-from ingress.serving.processes.frames import dumps, loads, pickle_by_value
-from ingress.serving.processes.messages import ReplicaSpec, Report
+from ingress.serving.processes.crossing import unsendable
+from ingress.serving.processes.frames import (
+    Content,
+    dumps,
+    encode,
+    loads,
+    outside,
+    pickle_by_value,
+    size_of_content,
+)
+from ingress.serving.processes.link import Link
+from ingress.serving.processes.messages import (
+    RESPONSE_BODY,
+    Kind,
+    ReplicaSpec,
+    Report,
+    envelope_of,
+    message_as_sent,
+    scope_as_sent,
+)
 from ingress.serving.processes.output import levels
-from ingress.serving.processes.remote_calls import RemoteCall
-from ingress.serving.processes.remote_code import RemoteCode
+from ingress.serving.processes.remote_calls import RemoteCall, RemoteWork
 from ingress.serving.processes.resources import EnvironmentOf, environment_of, visible
 from ingress.serving.replicas.host import HostCounts, OwnPart
 from ingress.serving.replicas.replica import Replica
@@ -61,7 +83,7 @@ class ProcessHost:
     """
 
     __slots__ = (
-        "_counts", "_home", "_prepare", "_remote", "_replica", "context", "loop", "mailbox",
+        "_counts", "_home", "_prepare", "_replica", "context", "link", "loop", "mailbox",
         "user_code",
     )  # fmt: skip
     isolation = OwnPart.PROCESS
@@ -94,8 +116,8 @@ class ProcessHost:
         self._counts = HostCounts({}, {}, 0, {}, loads, {})
         # For the names of its methods: there is no instance in this process.
         self.context = ReplicaRuntime(replica.replica_id, func_or_class, loop=borrowed)
-        self._remote = RemoteCode(replica.replica_id, bound_app, make_handle)
-        self.user_code: Any = self._remote
+        link = self.link = Link(replica.replica_id, make_handle)
+        self.user_code: Any = RemoteCode(link, bound_app)
         self._prepare = partial(
             _prepared,
             built,
@@ -105,31 +127,30 @@ class ProcessHost:
             lanes=lanes or {},
             **options,
         )
-        link = self._remote.link
         link.on_report, link.on_end, link.on_lost = self._take_report, replica.lose, on_lost
         link.module = func_or_class.__module__
 
     @property
     def pid(self) -> int:
-        return self._remote.link.pid
+        return self.link.pid
 
     @property
     def end(self) -> str:
-        return self._remote.link.end
+        return self.link.end
 
     @property
     def last_output(self) -> str:
-        return self._remote.link.last_output
+        return self.link.last_output
 
     @property
     def model_ids(self) -> frozenset[str]:
-        return self._remote.link.model_ids
+        return self.link.model_ids
 
     def counts(self) -> HostCounts:
         return self._counts
 
     def standing(self) -> tuple[float, Stack] | None:
-        turned_at = self._remote.link.turned_at
+        turned_at = self.link.turned_at
         return None if turned_at is None else (turned_at, EMPTY)
 
     @property
@@ -144,14 +165,14 @@ class ProcessHost:
 
     async def start(self, args: Sequence[Any], kwargs: Mapping[str, Any], user_config: Any) -> None:
         # In a thread: this looks for the module of the user's class, and counts GPUs.
-        self._remote.specification, self._remote.environment_of = await asyncio.to_thread(
+        specification, environment_of = await asyncio.to_thread(
             self._prepare,
             user_config=user_config,
             place=self.context.place,
             log_levels=levels(),
-            log_mark=self._remote.link.mark,
+            log_mark=self.link.mark,
         )
-        await run_on(self.loop, self._remote.start, args, kwargs, user_config)
+        await run_on(self.loop, self.link.start, specification, environment_of)
 
     def _take_report(self, report: Report) -> None:
         """Take the counters of the child."""
@@ -170,15 +191,23 @@ class ProcessHost:
         shorter time to wait, if there is one. Both are thread-safe, and not for the loop of the
         frames.
         """
-        answer = start_on(self.loop, self._remote.look(look, arguments, timeout_s))
+        answer = start_on(self.loop, self._look(look, arguments, timeout_s))
         # Longer, because that loop may stand still itself.
         return lambda wait_s=timeout_s + ANSWER_S: loads(answer.result(wait_s))
 
+    async def _look(
+        self, look: Callable[..., object], arguments: Sequence[object], timeout_s: float
+    ) -> bytes | memoryview:
+        async with asyncio.timeout(timeout_s):
+            work = self.link.send(Kind.ASK, dumps(("look", (look, *arguments))))
+            pickled: bytes | memoryview = await work.outcome()
+            return pickled
+
     def add_threads(self, max_ongoing: int) -> None:
-        self.mailbox.post(self._remote.add_threads, max_ongoing)
+        self.mailbox.post(self.link.send, Kind.ASK, dumps(("add_threads", max_ongoing)))
 
     def hand_over(self) -> None:
-        self.mailbox.post(self._remote.link.hand_over)
+        self.mailbox.post(self.link.hand_over)
 
     def direct(self, call: Call) -> bool:
         # Where the child's answer is all there is to wait for. A call that cannot begin has a task
@@ -196,7 +225,7 @@ class ProcessHost:
             remote.begin(call, self._end_call)
             try:
                 # A copy: the call's context is entered if a replica that has ended turned it away.
-                call.context.copy().run(self._remote.send, remote, work)
+                call.context.copy().run(self.user_code.send, remote, work)
             except BaseException as error:  # of user code, which pickling may call
                 # Later, for the reason above.
                 self.loop.call_soon(remote.end, None, error)
@@ -218,15 +247,158 @@ class ProcessHost:
             replica.fail(call, error)
 
     async def stop(self) -> None:
-        await self._remote.stop()
+        await self.link.stop()
 
     def join(self, deadline: float) -> list[str]:
-        self._remote.link.kill()
-        self._remote.link.join()
+        self.link.kill()
+        self.link.join()
         return []
 
     def has_left(self) -> bool:
         return True
+
+
+class RemoteCode:
+    """The user's class or function in a child, in the place of its `UserCode`.
+
+    Each call is one frame down, and the child's answers up. The end of cancelled work is awaited,
+    as the slot follows it. Owned by the loop of its frames.
+    """
+
+    __slots__ = ("_link", "_templates")
+
+    def __init__(self, link: Link, app: BoundApp | None) -> None:
+        self._link = link
+        self._templates = None if app is None else app.templates()
+
+    async def reconfigure(self, user_config: object) -> None:
+        await self._ask("reconfigure", user_config)
+
+    async def check_health(self) -> None:
+        await self._ask("check_health")
+
+    async def _ask(self, what: str, argument: object = None) -> None:
+        await self._link.send(Kind.ASK, dumps((what, argument))).outcome()
+
+    async def call(
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Call a method and return its result."""
+        work = self._link.send(Kind.CALL, _content(args, kwargs))
+        try:
+            return await work.outcome()
+        finally:
+            if not work.is_over:
+                await work.leave(sys.exception())
+
+    def send(self, work: RemoteCall, invocation: Invocation) -> None:
+        """Send a call, in its context. Raises an error if that cannot be pickled."""
+        CURRENT_CALL.set(work.call)
+        self._link.send_call(work, _content(invocation.args, invocation.kwargs))
+
+    async def stream(
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> AsyncGenerator[object, None]:
+        """Call a method that returns a generator and yield its items."""
+        work = self._link.send(Kind.STREAM, _content(args, kwargs))
+        try:
+            while items := await work.take():
+                for item in items:
+                    yield item
+                work.give()
+        finally:
+            if not work.is_over:
+                await work.leave(sys.exception())
+
+    async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request or WebSocket."""
+        body, has_more, is_http = b"", False, scope["type"] == "http"
+        if self._templates is not None:
+            scope[TEMPLATES] = self._templates
+        call = CURRENT_CALL.get()
+        metadata = call.metadata
+        if is_http and call.work.is_unread:
+            has_more = True
+        elif is_http:
+            first = await receive()
+            body, has_more = first.get("body", b""), first.get("more_body", False)
+        head = envelope_of(metadata, span_headers()), scope_as_sent(scope)
+        work = self._link.send(Kind.HTTP, encode((*head, outside(bytes(body)), has_more)))
+        feeding: asyncio.Task[None] | None = None
+        if has_more or not is_http:
+            feeding = asyncio.get_running_loop().create_task(self._feed(work, receive))
+        try:
+            while messages := await work.take():  # at the client's pace
+                for message in messages if len(messages) < 3 else _gathered(messages):
+                    try:
+                        await send(message)
+                    except OSError:
+                        if is_http:
+                            raise
+                        # As in a thread: its next `send` raises, and its end is its own.
+                        self._close(work)
+                work.give()
+        finally:
+            if not work.is_over:
+                await work.leave(sys.exception())
+            if feeding is not None:
+                feeding.cancel()
+
+    async def _feed(self, work: RemoteWork, receive: Receive) -> None:
+        """Send the client's messages to user code, as fast as it takes them."""
+        message: Message = {"type": ""}
+        call = CURRENT_CALL.get()
+        while not message["type"].endswith(".disconnect"):
+            message = await receive()
+            work.can_move = False
+            content = message_as_sent(message)
+            try:
+                await work.window.take(size_of_content(content))
+                work.frames.post(Kind.INPUT, work.number, content)
+            except StreamClosedError:
+                return  # the work has ended
+            except OSError as problem:  # there is no memory or descriptor left for a large one
+                name = call.metadata.deployment.name
+                work.fail(unsendable(name, problem, message=message))
+                return
+        if call.is_interrupted:  # the client has left; else the application stops, and may send
+            self._close(work)
+
+    def _close(self, work: RemoteWork) -> None:
+        """Tell user code that the client of its WebSocket has left. So far only `_feed` knows."""
+        CURRENT_CALL.get().work.hear(is_heard=work.has_heard)
+        work.frames.post(Kind.CLOSE, work.number)
+
+
+def _content(args: Sequence[object], kwargs: Mapping[str, object]) -> Content:
+    """Return the content of the current call's frame."""
+    metadata = CURRENT_CALL.get().metadata
+    try:
+        return encode((envelope_of(metadata, span_headers()), args, kwargs))
+    except Exception as problem:
+        name = metadata.deployment.name
+        raise unsendable(name, problem, args=args, kwargs=kwargs) from problem
+
+
+def _gathered(messages: list[Message]) -> list[Message]:
+    """Return the messages, with neighbouring chunks of a body as one message of several chunks."""
+    gathered: list[Message] = []
+    chunks: list[bytes] = []
+
+    def close() -> None:
+        if chunks:
+            body = Chunks.of(list(chunks))
+            gathered.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
+            chunks.clear()
+
+    for message in messages:
+        if message["type"] == RESPONSE_BODY and message["more_body"]:
+            chunks.append(message["body"])
+            continue
+        close()
+        gathered.append(message)
+    close()
+    return gathered
 
 
 def _prepared(built: BuiltDeployment, **options: Any) -> tuple[bytes, EnvironmentOf]:

@@ -200,7 +200,7 @@ def test_a_value_whose_arrival_exits_fails_its_call_only() -> None:
 def test_calls_go_on_after_four_thousand_million_of_them() -> None:
     handle = serve.run(in_isolation("Outer", "process"), route_prefix=None)
     (replica,) = local_engine().routers[DeploymentID("Outer", "default")].replicas
-    link: Link = replica.host._remote.link  # type: ignore[attr-defined]
+    link: Link = replica.host.link  # type: ignore[attr-defined]
     for last in (2**31 - 2, 2**32 - 2):
         link._last = last  # to count that far takes days
 

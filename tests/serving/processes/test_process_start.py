@@ -170,7 +170,7 @@ def test_a_child_that_ends_while_another_is_forked_takes_no_other_with_it(
     serve.run(forked.options(num_replicas=2).bind(), route_prefix=None)
     killed, other = pids("Forked")
     replica = local_engine().routers[DeploymentID("Forked", "default")].replicas[0]
-    child = replica.host._remote.link._child  # type: ignore[attr-defined]
+    child = replica.host.link._child  # type: ignore[attr-defined]
     for name in ("begun", "go"):
         os.mkfifo(tmp_path / name)
     local_engine().change("default", {"Forked": {"num_replicas": 3}})
