@@ -295,6 +295,8 @@ def invoke(folder: Path, *arguments: str, **environ: str) -> Result:
         for name, value in environ.items():
             patch.setenv(name, value)
         patch.setattr(cli, "console", Console(width=100))
+        for path in folder.glob("*.py"):  # another test may have left a module of this name
+            patch.delitem(sys.modules, path.stem, raising=False)
         try:
             return CliRunner().invoke(cli.app, arguments, prog_name="ingress")
         finally:

@@ -88,16 +88,16 @@ def equal_callables_are_one() -> Any:
 
 def wrapped_methods_are_not_bound() -> Any:
     """A decorator hides a method, whose `self` FastAPI then asks the client for."""
-    innermost, asks = methods._innermost, methods.asks_for_self
+    owner, asks = methods.Methods._owner, methods.asks_for_self
 
-    def only_functions(func: Any) -> Any:
-        return None if hasattr(func, "__wrapped__") else innermost(func)
+    def of_functions(self: Any, func: Any) -> Any:
+        return None if hasattr(func, "__wrapped__") else owner(self, func)
 
     def never(func: Any) -> bool:
         return not hasattr(func, "__wrapped__") and asks(func)
 
     return _both(
-        patch.object(methods, "_innermost", only_functions),
+        patch.object(methods.Methods, "_owner", of_functions),
         patch.object(methods, "asks_for_self", never),
     )
 

@@ -80,7 +80,7 @@ class Names(ast.NodeVisitor):
 
 
 @cache
-def tests() -> dict[str, str]:
+def texts_of_tests() -> dict[str, str]:
     """Return the texts of the files of tests, by their names."""
     return {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
 
@@ -102,7 +102,7 @@ def unknown(page: str) -> Iterator[str]:
     for token in CODE.findall((ROOT / "docs" / page).read_text()):
         name = token.removesuffix("()").partition("(")[0].lstrip("@")
         files = PACKAGE / name, ROOT / name
-        is_test = name in tests()
+        is_test = name in texts_of_tests()
         if is_test or name.endswith("...") or any(each.exists() for each in files):
             continue
         if PATH.fullmatch(name):
@@ -147,11 +147,11 @@ def test_the_fields_of_each_class_are_its_own() -> None:
 
 def test_each_race_has_its_test() -> None:
     text = (ROOT / "docs/concurrency.md").read_text()
-    written = "\n".join(tests().values())
+    written = "\n".join(texts_of_tests().values())
     missing = []
     for *_, cell in rows(text[text.index("## Races") :]):
         for token in CODE.findall(cell):
             words = r"\w*".join(each for each in token.split("...") if each)
-            if token not in tests() and not re.search(rf"def test_\w*{words}", written):
+            if token not in texts_of_tests() and not re.search(rf"def test_\w*{words}", written):
                 missing.append(token)
     assert missing == []

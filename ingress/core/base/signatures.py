@@ -18,15 +18,14 @@ if sys.version_info >= (3, 14):
         """Return a signature; an annotation that names what is not there is a `ForwardRef`."""
         try:
             return inspect.signature(func, annotation_format=Format.FORWARDREF)
-        except (AttributeError, NameError, TypeError):
-            # `Api | None` in a method of Api, whose name is a deployment's by now
+        except Exception:  # `Api | None` in a method of Api, whose name is a deployment's by now
             return inspect.signature(func, annotation_format=Format.STRING)
 
     def annotations_of(func: Callable[..., Any]) -> dict[str, Any]:
         """Return the annotations by name; one that names what is not there is a `ForwardRef`."""
         try:
             return get_annotations(func, format=Format.FORWARDREF)
-        except (AttributeError, NameError, TypeError):  # see `signature_of`
+        except Exception:  # of any expression of the user's: see `signature_of`
             return get_annotations(func, format=Format.STRING)
 
 else:

@@ -172,6 +172,8 @@ def test_a_logging_config_is_checked(given: Any, error: type[Exception]) -> None
 
 
 def test_options_for_a_running_server_act_or_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+
     @serve.deployment
     async def slow(request: Request) -> None:
         await asyncio.Future()

@@ -214,6 +214,7 @@ KINDS = ["items", "def-items", "injected", "lines", "file", "own-class", "in-gro
 def test_a_response_that_is_cut_runs_its_background_task_and_then_the_exits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, middleware: str
 ) -> None:
+    caplog.set_level("WARNING")
     seen: list[str] = []
     deployment = serve.deployment(streams(seen, tmp_path, middleware=middleware))
     port = served(bind(deployment))
