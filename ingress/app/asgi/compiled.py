@@ -242,7 +242,7 @@ def _json(message: Message) -> Any:
     body = message.get("body", b"")
     try:
         return json.loads(body) if type(body) is bytes else _ABSENT
-    except (ValueError, RecursionError):  # FastAPI parses it again, and answers the error
+    except Exception:  # of any parser: FastAPI parses it again, and answers the error
         return _ABSENT
 
 
