@@ -66,6 +66,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _CONNECTIONS = frozenset(("request", "websocket"))
 _NOTHING = inspect.Parameter.empty
 _READ_BY_FASTAPI = (params.Depends, params.Param, params.Body)
+_GUARDS = ("Depends", "Security")
 _PLAINLY_CALLED = (partial, staticmethod, type)
 """Callables that Python passes no instance."""
 
@@ -168,16 +169,13 @@ class Methods:
         for cls in self._own:
             own, annotations = vars(cls), annotations_of(cls)
             for name in {**annotations, **own}:
-                annotation = annotations.get(name, _NOTHING)
-                with advisory("the reading of an annotation"):
-                    # It may name what only a type checker knows.
-                    annotation = _evaluated(annotation, None, cls)
+                annotation = _read_if_possible(annotations.get(name, _NOTHING), None, cls)
                 if _is_shared(annotation) or (annotation is _NOTHING and name not in read):
                     continue  # an alias, as in `def method(self, user=auth)`
                 default = own.get(name, _NOTHING)
                 kind = inspect.Parameter.KEYWORD_ONLY
                 field = inspect.Parameter("_", kind, default=default, annotation=annotation)
-                if _has_marker(field, _READ_BY_FASTAPI):
+                if _is_for_fastapi(field):
                     raise TypeError(
                         f"{cls.__module__}.{cls.__qualname__}.{name} is declared as a dependency or"
                         " a parameter of the request, but FastAPI reads parameters of functions"
@@ -253,10 +251,23 @@ def kind_for_fastapi(func: Callable[..., object]) -> Kind:
 
 def is_read_by_fastapi(parameter: inspect.Parameter, func: Any) -> bool:
     """Return whether a parameter of `func` is a dependency, a header or the like, by its marker."""
-    with advisory("the reading of an annotation"):  # it may name what only a type checker knows
-        annotation = _evaluated(parameter.annotation, _innermost(func), None)
-        parameter = parameter.replace(annotation=annotation)
-    return _has_marker(parameter, _READ_BY_FASTAPI)
+    annotation = _read_if_possible(parameter.annotation, _innermost(func), None)
+    return _is_for_fastapi(parameter.replace(annotation=annotation))
+
+
+def _is_for_fastapi(parameter: inspect.Parameter) -> bool:
+    annotation = parameter.annotation
+    # Of one that cannot be read, the text counts: it may be a guard.
+    is_named = isinstance(annotation, str) and any(f"{each}(" in annotation for each in _GUARDS)
+    return is_named or _has_marker(parameter, _READ_BY_FASTAPI)
+
+
+def _read_if_possible(annotation: Any, func: FunctionType | None, owner: type | None) -> Any:
+    """Return the value of an annotation, or its text if it names what only a type checker knows."""
+    found = annotation
+    with advisory("the reading of an annotation"):
+        found = _evaluated(annotation, func, owner)
+    return found
 
 
 def without_partials(func: Any) -> Any:
@@ -496,7 +507,7 @@ def _evaluated(annotation: Any, func: FunctionType | None, owner: type | None) -
         try:
             annotation = eval(text, module, _names(func, owner))
         except TypeError:
-            if "Depends" in text or "Security" in text:
+            if any(each in text for each in _GUARDS):
                 raise
             annotation = eval(text, module)
         if isinstance(annotation, FunctionType):

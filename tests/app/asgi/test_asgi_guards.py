@@ -115,7 +115,7 @@ def test_where_the_first_parameter_may_be_either_the_start_is_refused(
     assert "@staticmethod" in told
 
 
-@pytest.mark.parametrize("form", ["default", "annotated", "base", "read", "header"])
+@pytest.mark.parametrize("form", ["default", "annotated", "unread", "base", "read", "header"])
 def test_a_guard_declared_as_an_attribute_is_refused_because_it_would_never_run(
     form: str, app: FastAPI
 ) -> None:
@@ -128,6 +128,8 @@ def test_a_guard_declared_as_an_attribute_is_refused_because_it_would_never_run(
             user: str = Depends(refuse)
         elif form == "annotated":
             user: Refused  # type: ignore[no-redef]
+        elif form == "unread":
+            user: Annotated[NoSuchName, Depends(refuse)]  # type: ignore[no-redef,name-defined]  # noqa: F821
         elif form == "read":
             user = Depends(refuse)
         elif form == "header":
