@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from time import sleep
 from typing import TypedDict
 
+from ingress.core.base.foreign import title_of
 from ingress.core.base.libraries import is_library
 from ingress.core.base.process import process_facts
 from ingress.serving.processes.process_host import ProcessHost
@@ -141,8 +142,10 @@ def memory_of(name: str, seconds: float) -> MemoryOfProcess:
 
 def _types() -> Counter[str]:
     """Return the numbers of objects, by type; those without references are not counted."""
-    kinds = Counter(map(type, gc.get_objects()))
-    return Counter({f"{each.__module__}.{each.__qualname__}": kinds[each] for each in kinds})
+    objects = gc.get_objects()
+    kinds = {id(each): each for each in map(type, objects)}  # a metaclass may refuse to be hashed
+    counted = Counter(map(id, map(type, objects)))
+    return Counter({title_of(kinds[each]): number for each, number in counted.items()})
 
 
 def _lines(

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 
 import ingress as serve
 from ingress.cli import worker_commands, worker_process
+from ingress.core.calls.notable import NOTABLE
 from ingress.engines import local_engine
 from ingress.observe.admin.listener import AdminListener
 from ingress.observe.live.observer import Observer
@@ -250,6 +251,7 @@ def test_hostile_names_are_data_in_one_line(port: int) -> None:
 
 
 def test_the_time_of_a_request_is_the_same_in_every_view(port: int) -> None:
+    NOTABLE.clear()
     began = time()
     assert get(port, BAD_ROUTE.replace("<", "%3C").replace(">", "%3E")).status == 500
     with listening(partial(parts_of, local_engine())) as admin, viewing(admin) as viewer:

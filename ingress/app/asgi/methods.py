@@ -51,7 +51,7 @@ from ingress.app.asgi.compat import (
     get_typed_return_annotation,
     get_typed_signature,
 )
-from ingress.core.base.foreign import advisory, dict_of, has_code_for, unwrapped
+from ingress.core.base.foreign import dict_of, has_code_for, unwrapped
 from ingress.core.base.signatures import annotations_of, signature_of
 from ingress.core.execution.execution import Kind, code_of, kind, name_of
 from ingress.exceptions import RayServeException
@@ -264,10 +264,9 @@ def _is_for_fastapi(parameter: inspect.Parameter) -> bool:
 
 def _read_if_possible(annotation: Any, func: FunctionType | None, owner: type | None) -> Any:
     """Return the value of an annotation, or its text if it names what only a type checker knows."""
-    found = annotation
-    with advisory("the reading of an annotation"):
-        found = _evaluated(annotation, func, owner)
-    return found
+    with suppress(Exception):
+        annotation = _evaluated(annotation, func, owner)
+    return annotation
 
 
 def without_partials(func: Any) -> Any:

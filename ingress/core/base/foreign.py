@@ -19,6 +19,8 @@ _WRITTEN_IN_C = (GetSetDescriptorType, MemberDescriptorType)
 _DEPTH = 100
 _mro = type.__dict__["__mro__"].__get__
 _names = type.__dict__["__dict__"].__get__
+_module = type.__dict__["__module__"].__get__
+_qualname = type.__dict__["__qualname__"].__get__
 
 logger = logging.getLogger("ingress")
 
@@ -40,6 +42,12 @@ def mro_of(cls: type) -> tuple[type, ...]:
     """Return a class and its bases, in Python's order."""
     classes: tuple[type, ...] = _mro(cls)
     return classes
+
+
+def title_of(cls: type) -> str:
+    """Return the full name of a class, whatever its metaclass answers."""
+    module = _module(cls)
+    return f"{module}.{_qualname(cls)}" if type(module) is str else str(_qualname(cls))
 
 
 def stored(value: object, name: str, default: Any = None) -> Any:

@@ -17,6 +17,7 @@ import ingress as serve
 from ingress.check.checker import check_application
 from ingress.core.base.settings import Settings
 from ingress.observe.inspection.explain import explain
+from ingress.state.memory import memory_of
 from ingress.testing import TestClient
 
 ran: list[str] = []
@@ -93,6 +94,10 @@ class Meta(type):
 
 class OfMeta(metaclass=Meta):
     pass
+
+
+class Hidden(type):
+    __getattribute__ = __hash__ = __eq__ = refuse
 
 
 class Module(types.ModuleType):
@@ -217,6 +222,15 @@ def test_no_code_of_an_object_runs_when_it_is_explained_and_checked(
     explained = explain(app, settings)
     checked = check_application(app, __name__, Path(__file__).parents[3], settings, migrate=True)
     assert (bool(explained), bool(checked), code_that_ran(name)) == (True, True, [])
+
+
+def test_no_code_of_a_class_runs_when_the_objects_of_a_process_are_counted() -> None:
+    kept = [[Hidden("OfHidden", (), {})()], Proxy()]
+    ran.clear()
+
+    found = memory_of("server", 0.0)
+
+    assert (found["problem"], ran, len(kept)) == ("", [], 2)
 
 
 def code_that_ran(name: str) -> list[str]:
