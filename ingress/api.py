@@ -32,9 +32,9 @@ logger = logging.getLogger("ingress")
 Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
 T = TypeVar("T")
 
-_LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
-views.VIEWS = engine_views
+views.VIEWS = engine_views  # engines import no view
 
+_LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests
 
 

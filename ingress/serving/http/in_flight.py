@@ -32,7 +32,7 @@ from ingress.telemetry.logs import log_failure, logger
 
 SWEEP_S = 0.025
 STREAM_GRACE_S = 5.0  # for a stream to end, once its application is told to stop
-FLUSH_S = 1.0  # for the client of a stream to take its end, once its work is cancelled
+TAKING_S = 1.0  # for the client of a stream to take its end, once its work is cancelled
 
 
 class InFlight:
@@ -164,7 +164,7 @@ class InFlight:
             for reply in in_flight:
                 if now >= deadline or (now >= grace and reply.is_stream):
                     reply.stop()
-                    if now >= grace + FLUSH_S and reply.is_stream:
+                    if now >= grace + TAKING_S and reply.is_stream:
                         reply.abort()
                 elif reply.is_stream:
                     reply.disconnect(code)

@@ -441,7 +441,7 @@ def test_a_client_that_takes_nothing_of_a_stream_delays_no_stop(
     kind: str, separate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in (
-        (in_flight, "STREAM_GRACE_S"), (in_flight, "FLUSH_S"), (leaving, "STALLED_S")
+        (in_flight, "STREAM_GRACE_S"), (in_flight, "TAKING_S"), (leaving, "STALLED_S")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, 0.2)
     port = served(bind(Messages if kind == "websocket" else Bytes))
