@@ -257,7 +257,7 @@ def is_read_by_fastapi(parameter: inspect.Parameter, func: Any) -> bool:
 
 def _is_for_fastapi(parameter: inspect.Parameter) -> bool:
     annotation = parameter.annotation
-    # Of one that cannot be read, the text counts: it may be a guard.
+    # The text of an annotation that cannot be read counts: it may be a guard.
     is_named = isinstance(annotation, str) and any(f"{each}(" in annotation for each in _GUARDS)
     return is_named or _has_marker(parameter, _READ_BY_FASTAPI)
 
