@@ -19,7 +19,8 @@ from ingress.context import get_replica_context
 from ingress.core.base.ctrl_c import without_traceback
 from ingress.core.base.settings import TRACING, export
 from ingress.core.base.signals import Stopped, StopSignals
-from ingress.engines import current_engine, views
+from ingress.engines import current_engine
+from ingress.engines.views import use_views
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from ingress.observe import engine_views
@@ -32,7 +33,7 @@ logger = logging.getLogger("ingress")
 Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
 T = TypeVar("T")
 
-views.VIEWS = engine_views  # engines import no view
+use_views(engine_views)  # engines import no view
 
 _LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests

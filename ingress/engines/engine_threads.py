@@ -20,7 +20,7 @@ from ingress.core.calls.deadlines import Deadlines, deadlines_of
 from ingress.core.calls.loops import EventLoopThread, NewLoop, new_event_loop
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
 from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
-from ingress.engines import views
+from ingress.engines.views import Recording, record
 from ingress.serving.control.factories import Instrument
 from ingress.telemetry.watchdog import WATCHDOG
 
@@ -42,10 +42,10 @@ class EngineThreads:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         GIL_PRESSURE.adapts = settings.adapt_switch_interval
-        self.window: views.Recording | None = None
+        self.window: Recording | None = None
         self.instrument: Instrument | None = None  # of the window
         if settings.trace_file is not None:  # first, because this may raise
-            self.window, self.instrument = views.VIEWS.record(settings.trace_file)
+            self.window, self.instrument = record(settings.trace_file)
         self.control = EventLoopThread("ingress-control")
         self._executor = LoopExecutor("ingress-control", CONTROL_THREADS, self.control.loop)
         self.control.mailbox.post(self.control.loop.set_default_executor, self._executor)

@@ -24,9 +24,9 @@ from ingress.core.calls.loops import Wakeup, run_blocking
 from ingress.core.calls.notable import NOTABLE
 from ingress.core.execution.loop_executor import lend_executor
 from ingress.engines.applications import INTERRUPTED, Applications, Start
-from ingress.engines.engine_admin import EngineAdmin
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads
+from ingress.engines.views import EngineAdmin
 from ingress.exceptions import (
     DeploymentUnavailableError,
     RayServeException,
