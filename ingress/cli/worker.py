@@ -54,8 +54,7 @@ from ingress.core.base.signals import stop_signals
 from ingress.core.base.standard_streams import make_lossy
 from ingress.core.calls.loops import run_blocking
 from ingress.engines import local_engine
-from ingress.engines.combined_app import CombinedApp
-from ingress.engines.hosting import host_as
+from ingress.engines.hosting import CombinedApp, host_as
 from ingress.exceptions import OptionNotActedOnWarning
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of

@@ -1,10 +1,13 @@
-"""An `Application` as an ASGI app: its start and its stop.
+"""Applications as ASGI apps, for a server that is not that of `serve.run`: their starts and stops.
 
 lifespan (uvicorn, `with TestClient`)      started and stopped by the lifespan, on its loop
 a first request without lifespan           started once, also by concurrent requests; stopped by
                                            `await application.aclose()`, `serve.shutdown()`
                                            or at exit
 `FastAPI(lifespan=application.lifespan)`   started and stopped by the parent app's lifespan
+several applications (`CombinedApp`)       started and stopped by the lifespan, through the engine:
+                                           routes, health check and drain are those of `serve.run`,
+                                           and a later `serve.run` changes what is served
 
 A lifespan ends when all requests have ended. A stream may have no end, so an application under
 uvicorn begins to drain when uvicorn gets its signal.
@@ -15,14 +18,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import traceback
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from threading import Lock
 from time import monotonic
 from typing import Protocol
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.asgi import log_if_not_callable
 from ingress.app.declaration.cluster_options import build_here
@@ -47,12 +51,85 @@ CLOSING_S = 1.0
 LOOK_S = 0.01
 
 
+class _StoppingServer(Protocol):
+    """The part of uvicorn's server that says that it has a signal."""
+
+    should_exit: bool
+
+
+Left = tuple[HTTPProxy, Sequence[RunningApplication]]
+"""The applications that run when a server stops, and the proxy of their requests."""
+
+
+@dataclass(eq=False, slots=True)
+class _Drain:
+    """The drain that begins when uvicorn must stop. Owned by the loop of the lifespan."""
+
+    engine: LocalEngine
+    over_at: float | None = None  # its deadline, once it has begun
+
+    @property
+    def left_s(self) -> float | None:
+        """The rest of its time; `None` if it has not begun."""
+        return None if self.over_at is None else max(0.0, self.over_at - monotonic())
+
+    @contextmanager
+    def watching(self, end_starts: Callable[[], Awaitable[Left | None]]) -> Iterator[None]:
+        """Drain as soon as uvicorn must stop, while this context is open.
+
+        `end_starts()` ends the starts, for which uvicorn would wait, and returns what runs.
+        """
+        server = _uvicorn_server()
+        loop = asyncio_loop()
+        task = None if server is None else loop.create_task(self._stop_with(server, end_starts))
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+
+    async def _stop_with(
+        self, server: _StoppingServer, end_starts: Callable[[], Awaitable[Left | None]]
+    ) -> None:
+        while not server.should_exit:  # noqa: ASYNC110
+            await asyncio.sleep(TICK_S)
+        if (left := await end_starts()) is None:
+            return
+        proxy, running = left
+        command_line = self.engine.http.command_line
+        # Clients connect elsewhere from the moment in which uvicorn does not listen. A worker of
+        # `ingress run` listens for `drain_delay_s` more.
+        proxy.is_leaving = True
+        given_up = monotonic() + CLOSING_S + command_line.drain_delay_s
+        while is_listening(server) and monotonic() < given_up:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        # Not earlier: a client whose connection is closed while uvicorn listens reconnects at once.
+        # If uvicorn has not accepted that connection when it closes its socket, it is reset.
+        close_after_answers(server)
+        await asyncio.sleep(TICK_S)
+        timeout_s = command_line.shutdown_timeout_s
+        if timeout_s is None:
+            timeout_s = max((each.graceful_shutdown_timeout_s for each in running), default=0.0)
+        self.over_at = monotonic() + timeout_s
+        drains = (proxy.in_flight.drain(each.ingress.router, timeout_s) for each in running)
+        await asyncio.gather(*drains)
+
+
+def _uvicorn_server() -> _StoppingServer | None:
+    """Return the uvicorn server that gets this process's signals, or `None` for any other server.
+
+    ASGI does not offer this. As of 0.29 uvicorn's signal handler is a method of its server.
+    """
+    server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return server if hasattr(server, "should_exit") else None
+
+
 class Hosted:
     """One application that is served as an ASGI app. Thread-safe: requests come on any loop."""
 
     __slots__ = (
-        "_application", "_drained_at", "_engine", "_lender", "_lifespans", "_lock", "_name",
-        "_proxy", "_route_prefix", "_running", "_start_of", "_starting",
+        "_application", "_drain", "_engine", "_lender", "_lifespans", "_lock", "_name", "_proxy",
+        "_route_prefix", "_running", "_start_of", "_starting",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +150,7 @@ class Hosted:
         self._start_of: Start | None = None
         self._lender: asyncio.AbstractEventLoop | None = None
         self._lifespans = 0
-        self._drained_at: float | None = None  # deadline of the drain, once it has begun
+        self._drain = _Drain(engine)
 
     @property
     def proxy(self) -> HTTPProxy | None:
@@ -153,40 +230,22 @@ class Hosted:
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """Start the application for a lifespan, on its loop, and stop it at the end."""
-        server = uvicorn_server()
-        loop = asyncio_loop()
-        watching = None if server is None else loop.create_task(self._stop_with(server))
-        try:
+        with self._drain.watching(self._end_starts):
             await self._enter()
             try:
                 yield
             finally:
                 await self._leave()
-        finally:
-            if watching is not None:
-                watching.cancel()
 
-    async def _stop_with(self, server: StoppingServer) -> None:
-        """Wait until uvicorn must stop, then end a start or begin to drain.
-
-        Otherwise uvicorn would wait for the start.
-        """
-        await must_stop(server)
+    async def _end_starts(self) -> Left | None:
         await self._end_start(INTERRUPTED)
         running = self._running
-        if running is None:
-            return
-        await leave_with(server, running.proxy, self._engine.http.command_line.drain_delay_s)
-        timeout_s = self._engine.http.command_line.shutdown_timeout_s
-        if timeout_s is None:
-            timeout_s = running.graceful_shutdown_timeout_s
-        self._drained_at = monotonic() + timeout_s
-        await running.proxy.in_flight.drain(running.ingress.router, timeout_s)
+        return None if running is None else (running.proxy, [running])
 
     async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
         """Start the application. Runs on the control loop."""
         self._lifespans = 0
-        self._drained_at = None
+        self._drain.over_at = None
         previous, self._running = self._running, None
         engine = self._engine
         if previous is not None:  # its loop was closed without a stop, so it cannot drain
@@ -220,7 +279,7 @@ class Hosted:
         if running is None or running.stopping is not None:
             return
         running.proxy.is_draining = True
-        left_s = None if self._drained_at is None else max(0.0, self._drained_at - monotonic())
+        left_s = self._drain.left_s
         async with self._engine.operating_on_loop() as threads:
             if threads is not None:
                 await run_on(threads.control.loop, self._engine.apps.stop, running, left_s)
@@ -273,10 +332,8 @@ class Hosting:
         if not (unless_in_lifespan and hosted.has_lifespan):
             await hosted.stop()
 
-    @asynccontextmanager
-    async def lifespan(self, application: Application) -> AsyncIterator[None]:
-        async with self._get(application).lifespan():
-            yield
+    def lifespan(self, application: Application) -> AbstractAsyncContextManager[None]:
+        return self._get(application).lifespan()
 
     def _get(self, application: Application) -> Hosted:
         with self._lock:
@@ -308,11 +365,7 @@ async def _lifespan(hosted: Hosted, scope: Scope, receive: Receive, send: Send) 
                 await receive()
     except BaseException as error:
         if not started:
-            text = traceback.format_exc()
-            if error.__cause__ is not None:  # user code raised it
-                text = format_failed_start(error)
-            # An error without an answer means "no lifespan" to uvicorn, which would serve anyway.
-            await send({"type": "lifespan.startup.failed", "message": text})
+            await send(_failed_start(error))
         elif isinstance(error, Exception):  # its replica has logged the traceback
             text = "".join(traceback.format_exception_only(error)).strip()
             await send({"type": "lifespan.shutdown.failed", "message": text})
@@ -320,37 +373,60 @@ async def _lifespan(hosted: Hosted, scope: Scope, receive: Receive, send: Send) 
     await send({"type": "lifespan.shutdown.complete"})
 
 
-class StoppingServer(Protocol):
-    """The part of uvicorn's server that says that it has a signal."""
+def _failed_start(error: BaseException) -> Message:
+    """Return the answer of a lifespan whose start has failed.
 
-    should_exit: bool
-
-
-async def must_stop(server: StoppingServer) -> None:
-    """Wait until uvicorn must stop."""
-    while not server.should_exit:  # noqa: ASYNC110
-        await asyncio.sleep(TICK_S)
-
-
-async def leave_with(server: StoppingServer, proxy: HTTPProxy, drain_delay_s: float) -> None:
-    """Make clients connect elsewhere, from the moment in which uvicorn does not listen.
-
-    A worker of `ingress run` listens for `drain_delay_s` more.
+    An error without an answer means "no lifespan" to uvicorn, which would serve anyway.
     """
-    proxy.is_leaving = True
-    given_up = monotonic() + CLOSING_S + drain_delay_s
-    while is_listening(server) and monotonic() < given_up:  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_S)
-    # Not earlier: a client whose connection is closed while uvicorn listens reconnects at once.
-    # If uvicorn has not accepted that connection when it closes its socket, it is reset.
-    close_after_answers(server)
-    await asyncio.sleep(TICK_S)
+    has_cause = error.__cause__ is not None  # user code raised it
+    text = format_failed_start(error) if has_cause else traceback.format_exc()
+    return {"type": "lifespan.startup.failed", "message": text}
 
 
-def uvicorn_server() -> StoppingServer | None:
-    """Return the uvicorn server that gets this process's signals, or `None` for any other server.
+@dataclass(eq=False, slots=True)
+class CombinedApp:
+    """The ASGI app of the applications that `start` starts. `start` runs in a thread.
 
-    ASGI does not offer this. As of 0.29 uvicorn's signal handler is a method of its server.
+    Owned by the HTTP loop.
     """
-    server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return server if hasattr(server, "should_exit") else None
+
+    _engine: LocalEngine
+    _start: Callable[[], None]
+    _drain: _Drain = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._drain = _Drain(self._engine)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            await self._engine.http.proxy(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        engine = self._engine
+        engine.lender = asyncio.get_running_loop()
+        try:
+            with self._drain.watching(self._end_starts):
+                try:
+                    await asyncio.to_thread(self._start)
+                except Exception as error:  # the server prints it, and ends
+                    answer = _failed_start(error)
+                    await asyncio.to_thread(engine.shutdown, 0.0)
+                    await send(answer)
+                    return
+                with WATCHDOG.reporting_on_signal(), engine.writing_on_signal():
+                    await send({"type": "lifespan.startup.complete"})
+                    await receive()
+                await asyncio.to_thread(engine.shutdown, self._drain.left_s)
+        finally:
+            engine.lender = None
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _end_starts(self) -> Left | None:
+        engine = self._engine
+        if engine.apps.starting:
+            await asyncio.to_thread(engine.shutdown, 0.0)
+            return None
+        return engine.http.proxy, list(engine.applications.values())
