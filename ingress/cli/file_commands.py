@@ -36,8 +36,14 @@ from ingress.cli.target import (
 from ingress.cli.terminal import OutputOption, write
 from ingress.config import HTTPOptions
 from ingress.engines import local_engine
-from ingress.engines.ray.config_file import EVERY_ADDRESS, config_of, header
-from ingress.engines.ray.kuberay import IMAGE, manifest, text_of
+from ingress.engines.ray.config_file import (
+    EVERY_ADDRESS,
+    IMAGE,
+    config_of,
+    header,
+    manifest,
+    text_of,
+)
 from ingress.exceptions import RayServeException
 from ingress.serving.http.server_options import ServerOptions
 

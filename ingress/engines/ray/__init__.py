@@ -5,24 +5,21 @@
     both                 RemoteRouter  a call by handle -> one by Ray's handle, and its answer
 
     lowering     deployment options, flags and `HTTPOptions` -> Ray's options
-    code         the user's classes and arguments, pickled for a worker
     messages     the messages to a replica: its specification and its calls
     errors       Ray's exceptions -> the exceptions of ingress
     calls        calls by handle to other processes; their arguments must be picklable
-    replica      the code that runs in a replica's process
-    reports      its models for Ray's router; batches, models and lanes as metrics of Ray
-    cluster      connects to a cluster or starts one, explains its failures, and prints its log
-    owners       the processes that deployed the applications of a cluster
+    replica      the code that runs in a replica's process, and its reports to Ray
+    cluster      connects to a cluster or starts one, explains its failures, prints its log, and
+                 knows the processes that deployed its applications
     waits        replicas that wait for resources
-    application  an application as Ray Serve deployments
+    application  an application as Ray Serve deployments, pickled for the workers
     engine       the engine of `ingress.api`
     builder      the application builder for Ray's own `serve deploy`
-    config_file  the file that `ingress build` writes
-    kuberay      the manifest that `ingress build --kuberay` writes
+    config_file  the files that `ingress build` writes: for `serve deploy`, and for KubeRay
 
 User code runs in ingress's own runtime, as in one process. The threads of `def` methods, lanes,
-batches, models, contexts and refusals do not depend on the engine. `lowering`, `messages`,
-`config_file` and `kuberay` do not import Ray; no module outside this package does.
+batches, models, contexts and refusals do not depend on the engine. `lowering`, `messages` and
+`config_file` do not import Ray; no module outside this package does.
 """
 
 from __future__ import annotations

@@ -1,21 +1,33 @@
-"""An application as Ray Serve deployments, each of class `RayReplica`."""
+"""An application as Ray Serve deployments, each of class `RayReplica`, pickled for the workers.
+
+    a class or function        by import path, if its module has it: the worker imports the module
+                               by value, if not: of `__main__`, or made inside a function
+    constructor arguments      by value, with slots for handles
+
+A path is not only cheaper. By value Ray pickles a decorated class with everything that its module's
+functions use, so the worker would have two copies of the module's objects.
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
 
+from ray import cloudpickle
 from ray import serve as ray_serve
 
 from ingress.app.batching.batching import warn_of_capacity
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment, fill
 from ingress.app.declaration.names import PublicMethods
-from ingress.engines.ray.code import pickled_arguments, reference_to
+from ingress.app.declaration.references import names_of
+from ingress.core.base.signatures import signature_of
 from ingress.engines.ray.lowering import options_for_ray
-from ingress.engines.ray.messages import ReplicaSpec
+from ingress.engines.ray.messages import ByPath, ReplicaSpec
 from ingress.engines.ray.replica import HTTPReplica, RayReplica
+from ingress.serving.processes.code import ByValue, pickled_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +100,55 @@ def _children(built: BuiltDeployment) -> Iterator[str]:
     found: dict[str, None] = {}
     fill(built.init_args, built.init_kwargs, lambda name: found.setdefault(name))
     return iter(found)
+
+
+def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
+    """Return the reference to the deployment's class or function for a worker.
+
+    Raises `TypeError` if it can be neither imported nor pickled.
+    """
+    target = built.deployment.func_or_class
+    if (module := sys.modules.get(target.__module__)) is not None and module.__name__ != "__main__":
+        for name in names_of(module, target):
+            return ByPath(module.__name__, name)
+    try:
+        return ByValue(pickled_code(target, cloudpickle))
+    except Exception as error:
+        raise TypeError(
+            f"deployment {built.name!r}: {target.__qualname__} cannot be sent to a worker: "
+            f"{error}; put it into a module of its own, which workers can import"
+        ) from error
+
+
+def pickled_arguments(built: BuiltDeployment) -> bytes:
+    """Return the pickled constructor arguments. Raises `TypeError` that names the faulty one."""
+    try:
+        return _dumps((built.init_args, built.init_kwargs))
+    except Exception as error:
+        for name, value in _named_arguments(built):
+            try:
+                _dumps(value)
+            except Exception as problem:
+                raise TypeError(
+                    f"deployment {built.name!r}: constructor argument {name!r} cannot be sent to a "
+                    f"worker: {problem}; make it in the constructor"
+                ) from problem
+        raise TypeError(
+            f"deployment {built.name!r}: its constructor arguments cannot be sent to a worker: "
+            f"{error}"
+        ) from error
+
+
+def _named_arguments(built: BuiltDeployment) -> Iterator[tuple[str, object]]:
+    args, kwargs = built.init_args, built.init_kwargs
+    try:
+        bound = signature_of(built.deployment.func_or_class).bind(*args, **kwargs)
+        yield from bound.arguments.items()
+    except (TypeError, ValueError):  # some classes written in C have no signature
+        yield from ((str(number), value) for number, value in enumerate(args))
+        yield from kwargs.items()
+
+
+def _dumps(value: object) -> bytes:
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled

@@ -20,14 +20,13 @@ from ingress.core.base.settings import Settings
 from ingress.core.base.types import DeploymentID
 from ingress.engines.ray.application import Lowering, application_for_ray, methods_of
 from ingress.engines.ray.calls import RayDirectory, RayHandle, directory_here, use_here
-from ingress.engines.ray.cluster import Cluster, environment_of_connection
+from ingress.engines.ray.cluster import Cluster, environment_of_connection, owner_of, sign
 from ingress.engines.ray.lowering import (
     environment_for_workers,
     http_options_for_ray,
     import_folders,
     request_timeout_s,
 )
-from ingress.engines.ray.owners import owner_of, sign
 from ingress.engines.ray.waits import check_fits, telling_waits, waits_of
 from ingress.exceptions import (
     DeploymentUnavailableError,

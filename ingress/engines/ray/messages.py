@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from time import monotonic
-from typing import TYPE_CHECKING
+from types import FunctionType
 
+from ingress.app.declaration.references import found_in
 from ingress.core.base.types import DeploymentID, RequestMetadata
+from ingress.serving.processes.code import ByValue
 
-if TYPE_CHECKING:  # it imports Ray
-    from ingress.engines.ray.code import Reference
+NOT_ON_THE_WORKERS = "cannot be imported on the workers"
 
 CALL = "ingress_call"
 """Method name given to Ray in place of a name that Ray treats specially: `__call__`, which is for
@@ -29,16 +31,43 @@ HOOKS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class ByPath:
+    """A class or function in a module, under its own name or its deployment's."""
+
+    module: str
+    name: str
+
+    def resolve(self) -> type | FunctionType:
+        """Import the class or function. Raises `ImportError` if this process cannot."""
+        try:
+            module = import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (self.module + ".").startswith(error.name + "."):
+                raise
+            raise ModuleNotFoundError(
+                f"module {self.module!r} {NOT_ON_THE_WORKERS}; send the folder it is "
+                "in with ingress run --working-dir, or install it there",
+                name=error.name,
+            ) from None
+        if (target := found_in(module, self.name)) is None:
+            raise ImportError(
+                f"module {self.module!r} of the workers has no {self.name!r}; give the "
+                "workers the same version of the module"
+            )
+        return target
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSpec:
     """The specification of a replica.
 
-    `code` is a `Reference` to the user's class or function. `arguments` are its pickled constructor
+    `code` refers to the user's class or function. `arguments` are its pickled constructor
     arguments, with slots for handles. `methods` has the callable methods of each deployment of the
     application; `None` for any name. `request_timeout_s` is the proxies'. Ray holds the options
     that may change later.
     """
 
-    code: Reference
+    code: ByPath | ByValue
     arguments: bytes
     num_cpus: float
     lanes: Mapping[str, int] = field(default_factory=dict)
