@@ -7,16 +7,15 @@
                      what `UserCode` would do; start here
     link             the server's end of a child: its process, its frames, its end
     remote_calls     calls in a child, as its server sees them
-    child            the main function of a child
+    engines/child    the main function of a child, above this folder
     frame_server     the calls in a child
     hosted_call      one of these calls, and the messages of its request
     child_calls      the calls that a child makes by handle: its handles, and the server's end
     frames           the framing: messages over an inherited socket pair, pickled, in both
-                     directions
+                     directions; uploaded files, as they travel
     messages         the kinds of frames and their contents
     code             the user's class and its arguments, as they travel
     crossing         exceptions that cross, and errors of values that cannot
-    uploads          uploaded files, as they travel
     output           its standard output and error, and its log records
     shared_memory    large contents, and the few numbers that a child leaves behind if it is killed
     window           how much may be on its way, in each direction

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import mmap
 import os
 import pickle
 import socket
@@ -37,9 +38,10 @@ from importlib import import_module
 from struct import Struct
 from typing import Any, TypeAlias
 
+from starlette.datastructures import Headers, UploadFile
+
 from ingress.exceptions import UserCodeExit
 from ingress.serving.processes.shared_memory import IDLE_S, Received, Segments, unreceived
-from ingress.serving.processes.uploads import dumps_with_uploads
 
 PICKLE = 5  # the protocol
 LARGE = 1 << 16  # bytes of a content from which on it crosses in shared memory
@@ -127,21 +129,21 @@ class _Unpickler(pickle.Unpickler):
         return self.find(number)
 
 
-def _with_numbers(value: object, number_of: Callable[[object], int | None]) -> bytes:
-    with io.BytesIO() as file:
-        pickler = _pickler_over(_pickle.Pickler)(file, PICKLE)
-        pickler.number_of = number_of
-        pickler.dump(value)
-        return file.getvalue()
-
-
 @cache
 def _pickler_over(base: Any) -> type[Any]:
     class Pickler(base):  # type: ignore[misc]
-        number_of: Callable[[object], int | None]
+        """A pickler that asks for each object, which is slow: for errors, and for uploads."""
+
+        number_of: Callable[[object], int | None] | None
 
         def persistent_id(self, obj: object) -> int | None:
-            return self.number_of(obj)
+            return None if self.number_of is None else self.number_of(obj)
+
+        def reducer_override(self, obj: object) -> Any:
+            if self.number_of is None and isinstance(obj, UploadFile):
+                return _reduced(obj)
+            override = getattr(super(), "reducer_override", None)  # cloudpickle's
+            return NotImplemented if override is None else override(obj)
 
     return Pickler
 
@@ -154,19 +156,55 @@ def _written(
     """Return the pickle of a value, whose code may raise anything: also here, it ends no loop."""
     callback = None if buffers is None else buffers.append
     try:
-        if number_of is not None:
-            return _with_numbers(value, number_of)
-        try:
-            pickled: bytes = _pickle.dumps(value, PICKLE, buffer_callback=callback)
-            return pickled
-        except Exception:  # of a large upload, maybe: a pickler that asks for each object is slow
-            if buffers:
-                buffers.clear()
-            return dumps_with_uploads(_pickle.Pickler, value, PICKLE, callback)
+        if number_of is None:
+            try:
+                pickled: bytes = _pickle.dumps(value, PICKLE, buffer_callback=callback)
+                return pickled
+            except Exception:  # of an upload, maybe; any other error is raised below, again
+                if buffers:
+                    buffers.clear()
+        with io.BytesIO() as file:
+            pickler = _pickler_over(_pickle.Pickler)(file, PICKLE, buffer_callback=callback)
+            pickler.number_of = number_of
+            pickler.dump(value)
+            return file.getvalue()
     except Exception:
         raise
     except BaseException as error:
         raise UserCodeExit(error, "a value that was to be sent") from error
+
+
+def _reduced(upload: UploadFile) -> tuple[Callable[..., UploadFile], tuple[object, ...]]:
+    """Return an uploaded file as it crosses, on disk if it is large.
+
+    It is mapped, not read: its content goes from there into the shared memory of the frame.
+    """
+    file = upload.file
+    position = file.tell()
+    content: bytes | mmap.mmap
+    try:
+        file.flush()
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError, AttributeError):  # it has no descriptor, or is empty
+        file.seek(0)
+        content = file.read()
+        file.seek(position)
+    values = pickle.PickleBuffer(content), position, upload.size, upload.filename
+    return _uploaded, (type(upload), *values, upload.headers.raw)
+
+
+def _uploaded(
+    kind: type[UploadFile],
+    content: bytes | memoryview,
+    position: int,
+    size: int | None,
+    filename: str | None,
+    headers: list[tuple[bytes, bytes]],
+) -> UploadFile:
+    # In memory: the disk would block the loop.
+    file = io.BytesIO(content)
+    file.seek(position)
+    return kind(file, size=size, filename=filename, headers=Headers(raw=headers))
 
 
 def outside(body: bytes) -> bytes | pickle.PickleBuffer:
