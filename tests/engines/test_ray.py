@@ -26,7 +26,7 @@ from ingress.engines.ray.lowering import (
     import_folders,
     options_for_ray,
 )
-from ingress.engines.ray.messages import CALL, Envelope, remote_name
+from ingress.engines.ray.messages import CALL, as_arrived, as_sent, remote_name
 from tests.programs import (
     ROOT,
     UVICORN,
@@ -206,8 +206,8 @@ def test_a_deadline_crosses_as_the_time_that_is_left() -> None:
     deployment = DeploymentID("Plain")
     metadata = RequestMetadata("id", deployment, method_name="score", deadline=None)
 
-    assert Envelope.of(metadata).metadata(deployment) == metadata._replace(app_name="")
-    assert Envelope.of(metadata._replace(deadline=0.0)).left_s == 0.0
+    assert as_arrived(as_sent(metadata)) == metadata
+    assert as_sent(metadata._replace(deadline=0.0)).deadline == 0.0
 
 
 # Bad input

@@ -27,7 +27,7 @@ from ingress.core.calls.call import Call
 from ingress.core.calls.call_tasks import CallTasks, LoopOfHandles
 from ingress.core.calls.loops import EventLoopThread
 from ingress.engines.ray.errors import translated
-from ingress.engines.ray.messages import Envelope, remote_name
+from ingress.engines.ray.messages import as_sent, remote_name
 from ingress.exceptions import RayServeException
 from ingress.handle import CallRouter, DeploymentHandle, Invocation, pass_on
 from ingress.telemetry.mistakes import described
@@ -157,7 +157,7 @@ class RemoteRouter(CallTasks):
             _show_request(metadata)
             check_arguments(metadata, invocation)
             response = self._handle(metadata).remote(
-                Envelope.of(metadata), *invocation.args, **invocation.kwargs
+                as_sent(metadata), *invocation.args, **invocation.kwargs
             )
             if invocation.channel is None:
                 call.settle(await response)

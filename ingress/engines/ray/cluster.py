@@ -74,25 +74,20 @@ class Cluster:
         if ray.is_initialized():
             return cls(ray.get_runtime_context().gcs_address, is_ours=False, was_connected=True)
         runtime_env = None if working_dir is None else {"working_dir": working_dir}
-        if address in (None, "local"):
-            try:
-                ray.init(address="local", include_dashboard=False, runtime_env=runtime_env)
-            except Exception as error:
-                _disconnect()
-                raise RuntimeError(f"cannot start a Ray cluster: {_first_line(error)}") from error
-            shorten_tracebacks()
-            return cls(None, is_ours=True)
-        assert address is not None
-        _check_reachable(address)
+        options: dict[str, Any] = {"include_dashboard": False}
+        is_ours = address in (None, "local")
+        if address is None or is_ours:
+            address = "local"
+        else:
+            _check_reachable(address)
+            level = logging.WARNING if quietly else logging.INFO
+            options = {"log_to_driver": not quietly, "logging_level": level}
         try:
-            ray.init(
-                address=address,
-                runtime_env=runtime_env,
-                log_to_driver=not quietly,
-                logging_level=logging.WARNING if quietly else logging.INFO,
-            )
+            ray.init(address=address, runtime_env=runtime_env, **options)
         except Exception as error:
             _disconnect()
+            if is_ours:
+                raise RuntimeError(f"cannot start a Ray cluster: {_first_line(error)}") from error
             if "InvalidAuthToken" in "".join(traceback.format_exception(error)):
                 raise RuntimeError(
                     f"the Ray cluster at {address} requires a token: on its own machine use "
@@ -100,7 +95,7 @@ class Cluster:
                 ) from None
             raise _unreachable(address, _first_line(error)) from error
         shorten_tracebacks()
-        return cls(address, is_ours=False)
+        return cls(None if is_ours else address, is_ours)
 
     @staticmethod
     def would_be_ours(address: str | None) -> bool:

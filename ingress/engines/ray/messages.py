@@ -9,14 +9,14 @@ from time import monotonic
 from types import FunctionType
 
 from ingress.app.declaration.references import found_in
-from ingress.core.base.types import DeploymentID, RequestMetadata
+from ingress.core.base.types import RequestMetadata
 from ingress.serving.processes.code import ByValue
 
 NOT_ON_THE_WORKERS = "cannot be imported on the workers"
 
 CALL = "ingress_call"
 """Method name given to Ray in place of a name that Ray treats specially: `__call__`, which is for
-HTTP there, Ray's hooks, and private names. The envelope holds the real name."""
+HTTP there, Ray's hooks, and private names. The call's metadata hold the real name."""
 
 HOOKS = frozenset(
     {
@@ -76,43 +76,19 @@ class ReplicaSpec:
     stop_timeout_s: float = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """The metadata of a call, without its arguments. `left_s` is the time until its deadline."""
+def as_sent(metadata: RequestMetadata) -> RequestMetadata:
+    """Return a call's metadata as they cross: `deadline` is the time that is left.
 
-    method_name: str
-    is_streaming: bool
-    request_id: str
-    route: str
-    app_name: str
-    multiplexed_model_id: str
-    left_s: float | None
+    Ray's router has used the session id, and knows no priorities.
+    """
+    deadline = metadata.deadline
+    left_s = None if deadline is None else max(0.0, deadline - monotonic())
+    return metadata._replace(deadline=left_s, session_id="", priority=0)
 
-    @classmethod
-    def of(cls, metadata: RequestMetadata) -> Envelope:
-        deadline = metadata.deadline
-        return cls(
-            metadata.method_name,
-            metadata.is_streaming,
-            metadata.request_id,
-            metadata.route,
-            metadata.app_name,
-            metadata.multiplexed_model_id,
-            None if deadline is None else max(0.0, deadline - monotonic()),
-        )
 
-    def metadata(self, deployment: DeploymentID) -> RequestMetadata:
-        """Return the call's metadata, with the deadline on this process's clock."""
-        return RequestMetadata(
-            self.request_id,
-            deployment,
-            method_name=self.method_name,
-            route=self.route,
-            multiplexed_model_id=self.multiplexed_model_id,
-            is_streaming=self.is_streaming,
-            app_name=self.app_name,
-            deadline=None if self.left_s is None else monotonic() + self.left_s,
-        )
+def as_arrived(sent: RequestMetadata) -> RequestMetadata:
+    """Return a call's metadata, with the deadline on this process's clock."""
+    return sent._replace(deadline=None if sent.deadline is None else monotonic() + sent.deadline)
 
 
 _RAYS = HOOKS | {"app", "docs_path"}

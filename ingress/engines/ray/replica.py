@@ -49,6 +49,7 @@ from ingress.core.base.types import (
     ReplicaID,
     ReplicaPlace,
     ReplicaRank,
+    RequestMetadata,
     new_request_id,
 )
 from ingress.core.calls.call import Call
@@ -57,7 +58,7 @@ from ingress.core.calls.loops import run_on
 from ingress.core.execution.loop_executor import lend_executor
 from ingress.engines.ray.calls import RayDirectory, RayHandle, use_here
 from ingress.engines.ray.errors import portable
-from ingress.engines.ray.messages import HOOKS, Envelope, ReplicaSpec
+from ingress.engines.ray.messages import HOOKS, ReplicaSpec, as_arrived
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.serving.http.in_flight import InFlight
@@ -229,16 +230,16 @@ class RayReplica:
 
     # Calls by handle.
 
-    async def _call(self, envelope: Envelope, args: Any, kwargs: Any) -> Any:
-        invocation = Invocation(envelope.method_name, args, kwargs, None)
+    async def _call(self, sent: RequestMetadata, args: Any, kwargs: Any) -> Any:
+        invocation = Invocation(sent.method_name, args, kwargs, None)
         try:
-            return await DeploymentResponse(self._submit(envelope, invocation))
+            return await DeploymentResponse(self._submit(sent, invocation))
         except Exception as error:
             raise portable(error) from error.__cause__
 
-    async def _stream(self, envelope: Envelope, args: Any, kwargs: Any) -> AsyncIterator[Any]:
+    async def _stream(self, sent: RequestMetadata, args: Any, kwargs: Any) -> AsyncIterator[Any]:
         channel: Channel[object] = Channel()
-        call = self._submit(envelope, Invocation(envelope.method_name, args, kwargs, channel))
+        call = self._submit(sent, Invocation(sent.method_name, args, kwargs, channel))
         items = DeploymentResponseGenerator(call, channel, self._directory)
         try:
             async for item in items:
@@ -248,11 +249,11 @@ class RayReplica:
         finally:
             await items.aclose()
 
-    def _submit(self, envelope: Envelope, invocation: Invocation) -> Call:
-        call = Call(envelope.metadata(self._deployment), invocation, copy_context())
+    def _submit(self, sent: RequestMetadata, invocation: Invocation) -> Call:
+        call = Call(as_arrived(sent), invocation, copy_context())
         if call.deadline is not None:
             self._directory.expire(call, call.deadline)
-        if envelope.multiplexed_model_id:
+        if sent.multiplexed_model_id:
             self._model_ids.watch()
         self._router.assign(call)
         return call
@@ -320,15 +321,15 @@ class RemoteMethod:
         self.__name__ = name
         self._replica = replica
 
-    def __call__(self, envelope: Envelope, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(envelope, Envelope):
+    def __call__(self, sent: RequestMetadata, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(sent, RequestMetadata):
             raise TypeError(
                 f"{self.__name__!r} belongs to a deployment of ingress; call it by its handle, "
                 "ingress.get_deployment_handle(...)"
             )
-        if envelope.is_streaming:
-            return self._replica._stream(envelope, args, kwargs)
-        return self._replica._call(envelope, args, kwargs)
+        if sent.is_streaming:
+            return self._replica._stream(sent, args, kwargs)
+        return self._replica._call(sent, args, kwargs)
 
 
 class _Hook:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
 from typing import TypedDict
@@ -108,11 +108,15 @@ def _pending() -> Counter[frozenset[tuple[str, float]]]:
     for each in found.pending_resource_requests:
         pending[_shape(each.request.resources_bundle)] += each.count
     for gang in found.pending_gang_resource_requests:
-        total: Counter[str] = Counter()
-        for request in gang.requests:
-            total.update(request.resources_bundle)
-        pending[_shape(total)] += 1
+        pending[_shape(_total(each.resources_bundle for each in gang.requests))] += 1
     return pending
+
+
+def _total(bundles: Iterable[Resources]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in bundles:
+        total.update(each)
+    return total
 
 
 class Wanting(TypedDict):
@@ -125,12 +129,7 @@ class Wanting(TypedDict):
 def _needs(deployment: Wanting) -> Resources:
     """Return the resources of a replica: those of its placement group, if it has one."""
     bundles = deployment["deployment_config"].get("placement_group_bundles")
-    if not bundles:
-        return deployment["required_resources"]
-    total: Counter[str] = Counter()
-    for each in bundles:
-        total.update(each)
-    return total
+    return _total(bundles) if bundles else deployment["required_resources"]
 
 
 def _shape(resources: Resources) -> frozenset[tuple[str, float]]:
