@@ -15,10 +15,11 @@ import importlib
 import logging
 import os
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from ingress.config import DeploymentConfig
 from ingress.core.base.settings import (
@@ -33,82 +34,61 @@ from ingress.core.base.settings import (
 
 logger = logging.getLogger("ingress")
 
+K = TypeVar("K", str, int)
 EnvironmentOf = Callable[[], tuple[dict[str, str], Callable[[], None]]]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _SPACE = 1e-9  # of three thirds
 
 
-class GPUs:
-    """The GPUs of this process, and the part of each that is in use. Thread-safe."""
-
-    __slots__ = ("_lock", "_used")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._used: dict[str, float] = {}
-
-    def take(self, number: float, name: str, ids: Sequence[str]) -> list[str]:
-        """Take GPUs of `ids`, or a part of one, for a replica of a deployment, and return theirs.
-
-        A part is taken where least is free, so that whole ones stay free for others. Raises
-        `RuntimeError` if the machine has none, or too few that are free.
-        """
-        part = min(number, 1.0)
-        with self._lock:
-            free = {each: 1.0 - self._used.get(each, 0.0) for each in ids}
-            fitting = sorted((each for each in ids if free[each] >= part - _SPACE), key=free.get)  # type: ignore[arg-type]
-            taken = fitting[: max(1, int(number))]
-            if len(taken) < number:
-                raise RuntimeError(_missing(name, number, ids, free))
-            for each in taken:
-                self._used[each] = self._used.get(each, 0.0) + part
-        return taken
-
-    def give(self, ids: Sequence[str], number: float) -> None:
-        """Give back what `take` returned: the child has ended."""
-        with self._lock:
-            for each in ids:
-                left = self._used[each] - min(number, 1.0)
-                if left > _SPACE:
-                    self._used[each] = left
-                else:
-                    del self._used[each]
+_lock = threading.Lock()
+_gpus: defaultdict[str, float] = defaultdict(float)  # the part of each that is in use
+_cores: defaultdict[int, float] = defaultdict(float)  # the number of children that each has
 
 
-class Cores:
-    """The number of children that are pinned to each core. Thread-safe."""
+def _take_gpus(number: float, name: str, ids: Sequence[str]) -> list[str]:
+    """Take GPUs of `ids`, or a part of one, for a replica of a deployment, and return theirs.
 
-    __slots__ = ("_children", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._children: Counter[int] = Counter()
-
-    def take(self, number: int, name: str, cores: Iterable[int]) -> list[int]:
-        """Take the cores with the fewest children, for a replica of a deployment.
-
-        Raises `RuntimeError` if there are too few.
-        """
-        with self._lock:
-            taken = sorted(cores, key=lambda each: (self._children[each], each))[:number]
-            if len(taken) < number:
-                raise RuntimeError(
-                    f"deployment {name!r} asks for ray_actor_options={{'num_cpus': {number}}} a "
-                    f"replica, and this process may use {len(taken)} of the machine's cores; use "
-                    f"fewer, or unset {PIN_CPUS}"
-                )
-            self._children.update(taken)
-        return taken
-
-    def give(self, cores: Sequence[int]) -> None:
-        """Give back what `take` returned: the child has ended."""
-        with self._lock:
-            self._children.subtract(cores)
+    A part is taken where least is free, so that whole ones stay free for others. Raises
+    `RuntimeError` if the machine has none, or too few that are free.
+    """
+    part = min(number, 1.0)
+    with _lock:
+        free = {each: 1.0 - _gpus[each] for each in ids}
+        least_first = sorted(ids, key=free.__getitem__)
+        fitting = [each for each in least_first if free[each] >= part - _SPACE]
+        taken = fitting[: max(1, int(number))]
+        if len(taken) < number:
+            raise RuntimeError(_missing(name, number, ids, free))
+        for each in taken:
+            _gpus[each] += part
+    return taken
 
 
-GPUS = GPUs()
-CORES = Cores()
+def _take_cores(number: int, name: str) -> list[int]:
+    """Take the cores with the fewest children, for a replica of a deployment.
+
+    Raises `RuntimeError` if there are too few.
+    """
+    with _lock:
+        there = sorted(os.sched_getaffinity(0), key=lambda each: (_cores[each], each))
+        taken = there[:number]
+        if len(taken) < number:
+            raise RuntimeError(
+                f"deployment {name!r} asks for ray_actor_options={{'num_cpus': {number}}} a "
+                f"replica, and this process may use {len(taken)} of the machine's cores; use "
+                f"fewer, or unset {PIN_CPUS}"
+            )
+        for each in taken:
+            _cores[each] += 1
+    return taken
+
+
+def _give(used: dict[K, float], taken: Iterable[K], part: float) -> None:
+    """Give back GPUs or cores: the child has ended."""
+    with _lock:
+        for each in taken:
+            used[each] -= part
 
 
 def environment_of(
@@ -116,8 +96,8 @@ def environment_of(
 ) -> tuple[dict[str, str], Callable[[], None]]:
     """Return the variables of a child, and the function to call after its end, in any thread.
 
-    `name` is that of the deployment, `gpus` are those of this process. Raises as `GPUs.take` and
-    `Cores.take`.
+    `name` is that of the deployment, `gpus` are those of this process. Raises as `_take_gpus` and
+    `_take_cores`.
     """
     there = environment()
     found: dict[str, str] = {}
@@ -130,12 +110,12 @@ def environment_of(
                 str(threads),
             )
             if config.num_cpus and pins_cpus():
-                cores = CORES.take(threads, name, os.sched_getaffinity(0))
-                taken.callback(CORES.give, cores)
+                cores = _take_cores(threads, name)
+                taken.callback(_give, _cores, cores, 1)
                 found[PINNED_CPUS] = ",".join(map(str, cores))
         if number := config.num_gpus:
-            ids = GPUS.take(number, name, gpus)
-            taken.callback(GPUS.give, ids, number)
+            ids = _take_gpus(number, name, gpus)
+            taken.callback(_give, _gpus, ids, min(number, 1.0))
             found[VISIBLE] = ",".join(ids)
         return found | expanded(config.env_vars, there | found), taken.pop_all().close
 
