@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from ingress.app.batching.batching import warn_of_capacity
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
@@ -93,10 +92,7 @@ class Controller:
         for built in application.deployments:
             deployment = running.deployments[built.name]
             try:
-                if deployment.previous is None:
-                    await self._start(deployment, serving_loop)
-                else:
-                    await self._update(deployment, built, serving_loop)
+                await self._roll_out(deployment, built, serving_loop)
             except Exception as error:
                 raise RuntimeError(
                     f"Deploying application '{running.name}' failed: deployment "
@@ -106,19 +102,24 @@ class Controller:
             # next, may call it.
             self._routers[deployment.router.deployment_id] = deployment.router
 
-    async def _update(
+    async def _roll_out(
         self,
         deployment: RunningDeployment,
         built: BuiltDeployment,
         serving_loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Replace a deployment's replicas by those of a new version. Raises as `_start`."""
-        config = built.deployment.config
-        factories = deployment.using.factories
+        """Start a deployment's replicas, or replace them by those of a new version.
+
+        Raises the error of the first that does not start: at once, because another constructor may
+        hang.
+        """
+        config, factories = built.deployment.config, deployment.using.factories
         borrowed = await self._loop_for(built, serving_loop, factories.new_loop)
         warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
-        deployment.next_version += 1
-        deployment.next_config += 1
+        is_update = deployment.previous is not None
+        if is_update:
+            deployment.next_version += 1
+            deployment.next_config += 1
         version = Version(
             built,
             config,
@@ -127,12 +128,20 @@ class Controller:
             deployment.next_config,
             borrowed,
             scaler_of(config),
-            count_for(config, deployment.desired.count),
+            count_for(config, deployment.desired.count) if is_update else config.first_count,
         )
-        deployment.previous = deployment.version()  # with the changes since the start of the update
+        if is_update:  # with the changes since the start of the update
+            deployment.previous = deployment.version()
         deployment.begin_rollout()
         deployment.use(version)
-        self._reconciler.look(deployment)
+        if is_update:
+            self._reconciler.look(deployment)
+        else:
+            # On one loop the first one may create what all share, such as a table: the others would
+            # find none, and create it at the same moment.
+            is_shared = borrowed is not None and config.isolation == "thread"
+            deployment.desire(one_first=is_shared)
+            self._reconciler.add(deployment)
         await self._reconciler.settled(deployment)
         deployment.end_rollout()
 
@@ -179,27 +188,6 @@ class Controller:
             graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
         )
         return RunningDeployment(router, proxy, Version(built, config, factories))
-
-    async def _start(
-        self, deployment: RunningDeployment, serving_loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Start a deployment's replicas. Raises the error of the first that does not start.
-
-        A failure is raised at once, because another constructor may hang.
-        """
-        config, built = deployment.config, deployment.built
-        new_loop = deployment.using.factories.new_loop
-        borrowed = await self._loop_for(built, serving_loop, new_loop)
-        warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
-        deployment.using = replace(deployment.using, borrowed=borrowed, scaler=scaler_of(config))
-        deployment.begin_rollout()
-        # On one loop the first one may create what all share, such as a table: the others would
-        # find none, and create it at the same moment.
-        is_shared = borrowed is not None and config.isolation == "thread"
-        deployment.desire(count=config.first_count, one_first=is_shared)
-        self._reconciler.add(deployment)
-        await self._reconciler.settled(deployment)
-        deployment.end_rollout()
 
     async def _loop_for(
         self,

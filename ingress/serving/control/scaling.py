@@ -50,11 +50,12 @@ def aggregated(
     `points` are times and values, in order. A value holds until the next point. The mean is
     weighted with time; what was before the first point is not counted.
     """
-    within: list[tuple[float, float]] = []  # values, each with its duration
     ends = [at for at, _ in points[1:]] + [now]
-    for (at, value), end in zip(points, ends, strict=False):
-        if end >= since:
-            within.append((value, max(0.0, end - max(at, since))))
+    within = [
+        (value, max(0.0, end - max(at, since)))  # each value with its duration
+        for (at, value), end in zip(points, ends, strict=False)
+        if end >= since
+    ]
     if not within:
         return 0.0
     if function == "max":
