@@ -14,18 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, count
+from typing import TypeVar
 
 from ingress.app.declaration.build import BuiltApplication
-from ingress.config import DeploymentConfig
 from ingress.core.base.gc_freeze import SettledObjects
 from ingress.core.base.types import DeploymentID
 from ingress.engines.engine_http import EngineHTTP
 from ingress.exceptions import RayServeException
 from ingress.schema import ApplicationStatus
-from ingress.serving.control.changes import Change
 from ingress.serving.control.controller import Controller
 from ingress.serving.control.health import place_of_start
 from ingress.serving.control.running import RunningApplication
@@ -36,6 +36,8 @@ from ingress.telemetry.logs.options import LOGS
 from ingress.telemetry.watchdog.stacks import NOWHERE
 
 logger = logging.getLogger("ingress")
+
+A = TypeVar("A", RunningApplication, FailedStart)
 
 STILL_STARTING_S = 10.0
 _NAMED = 8  # replicas, in a record about a start
@@ -95,7 +97,7 @@ class Applications:
     failed: dict[str, FailedStart] = field(default_factory=dict)
     # The counters of those that stopped last.
     stopped: dict[str, ApplicationSnapshot] = field(default_factory=dict)
-    controller: Controller | None = None
+    controller: Controller = field(init=False)
     _stops: set[asyncio.Task[None]] = field(default_factory=set)
     _settled: SettledObjects = field(default_factory=SettledObjects)
     freezes_gc: bool = True
@@ -145,7 +147,7 @@ class Applications:
             raise start.ended()  # it was ended before it began
         start.is_begun = True
         application = start.application
-        controller = self._controller()
+        controller = self.controller
         telling = asyncio.get_running_loop().create_task(tell_while_starting(application))
         failed: FailedStart | None = None
         try:
@@ -191,7 +193,7 @@ class Applications:
 
     async def _undo(self, start: Start, serving: RunningApplication | None) -> None:
         """End the replicas of a start that has failed or was ended, and let `serving` go on."""
-        application, controller = start.application, self._controller()
+        application, controller = start.application, self.controller
         self._give_back_logging(application.name)
         self._give_back_routers(application)
         is_ending = start.reason in (DELETED, SHUT_DOWN)
@@ -299,7 +301,7 @@ class Applications:
         replaced_by: RunningApplication | None,
     ) -> None:
         try:
-            await self._controller().stop(
+            await self.controller.stop(
                 application, timeout_s, kept=replaced_by, is_replaced=replaced_by is not None
             )
         finally:
@@ -348,19 +350,6 @@ class Applications:
         for name in list(self.failed):
             self._forget_failure(name)
 
-    def change(
-        self,
-        application: RunningApplication,
-        options: Mapping[str, Mapping[str, object] | DeploymentConfig],
-        origin: str,
-    ) -> list[Change]:
-        """Change options of a running application in place. See `LocalEngine.change`."""
-        return self._controller().change(application, options, origin)
-
-    async def settled(self, application: RunningApplication) -> None:
-        """Wait until an application has the replicas that its options ask for."""
-        await self._controller().settled(application)
-
     def snapshots(self) -> dict[str, ApplicationSnapshot]:
         """Return the state of each application. Thread-safe."""
         # In this order an application that becomes ready in between is in both, not in neither.
@@ -380,15 +369,9 @@ class Applications:
 
         Runs on the control loop. The caller awaits nothing before `reserve` takes the name.
         """
-        name, number = "default", 0
-        while name in self.running or name in self.starting or name in self.failed:
-            number += 1
-            name = f"default_{number}"
-        return name
-
-    def _controller(self) -> Controller:
-        assert self.controller is not None, "the caller holds an `acquire`"
-        return self.controller
+        names = chain(["default"], (f"default_{number}" for number in count(1)))
+        taken = {*self.running, *self.starting, *self.failed}
+        return next(each for each in names if each not in taken)
 
     def _owned(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Return a task that goes on even if its caller is cancelled."""
@@ -404,21 +387,14 @@ class Applications:
 
     def _update_routes(self) -> None:
         proxy = self._http.proxy
-        routers: dict[str, Router] = {}
-        starting: dict[str, str] = {}
-        for each in self._present():
-            if each.proxy is not proxy or each.route_prefix is None:
-                continue
-            if each.status is ApplicationStatus.RUNNING:
-                routers[each.route_prefix] = each.ingress.router
-            else:
-                starting[each.route_prefix] = each.name
-        failed = {
-            each.route_prefix: each.name
-            for each in self.failed.values()
-            if each.route_prefix is not None
-        }
-        proxy.table = RouteTable(routers, starting, failed)
+        present = [each for each in self._present() if each.proxy is proxy]
+        serving = [each for each in present if each.status is ApplicationStatus.RUNNING]
+        starting = [each for each in present if each not in serving]
+        proxy.table = RouteTable(
+            {prefix: each.ingress.router for prefix, each in _by_prefix(serving)},
+            {prefix: each.name for prefix, each in _by_prefix(starting)},
+            {prefix: each.name for prefix, each in _by_prefix(self.failed.values())},
+        )
 
     def _refuse_clash(self, new: RunningApplication) -> None:
         proxy = self._http.proxy
@@ -433,6 +409,11 @@ class Applications:
         for failed in self.failed.values():
             if failed.name != new.name and new.proxy is proxy:
                 _refuse_prefix(new, failed)
+
+
+def _by_prefix(applications: Iterable[A]) -> list[tuple[str, A]]:
+    """Return the applications that are served over HTTP, each with its prefix."""
+    return [(each.route_prefix, each) for each in applications if each.route_prefix is not None]
 
 
 def _refuse_prefix(new: RunningApplication, other: RunningApplication | FailedStart) -> None:

@@ -79,30 +79,27 @@ _making = RLock()
 def local_engine() -> LocalEngine:
     """Return the engine of this process."""
     global _local
-    if _local is None:
-        from ingress.engines.local import LocalEngine
+    with _making:  # first requests may come in several threads
+        if _local is None:
+            from ingress.engines.local import LocalEngine
 
-        with _making:  # first requests may come in several threads
-            if _local is None:
-                engine = LocalEngine()
-                atexit.register(engine.shutdown, timeout_s=0.0)  # no caller is left to wait
-                _local = engine
-    return _local
+            _local = LocalEngine()
+            atexit.register(_local.shutdown, timeout_s=0.0)  # no caller is left to wait
+        return _local
 
 
 def ray_engine() -> RayEngine:
     """Return the Ray engine. Raises `RuntimeError` without Ray, or with another version of it."""
     global _ray
-    if _ray is None:
-        from ingress.engines.ray import check_installed
+    with _making:
+        if _ray is None:
+            from ingress.engines.ray import check_installed
 
-        check_installed()
-        from ingress.engines.ray.engine import RayEngine
+            check_installed()
+            from ingress.engines.ray.engine import RayEngine
 
-        with _making:
-            if _ray is None:
-                _ray = RayEngine()
-    return _ray
+            _ray = RayEngine()
+        return _ray
 
 
 _ENGINES: dict[str, Callable[[], Engine]] = {"local": local_engine, "ray": ray_engine}

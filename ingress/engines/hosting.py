@@ -22,11 +22,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from time import monotonic
 from typing import Protocol
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi import log_if_not_callable
 from ingress.app.declaration.cluster_options import build_here
@@ -128,8 +129,8 @@ class Hosted:
     """One application that is served as an ASGI app. Thread-safe: requests come on any loop."""
 
     __slots__ = (
-        "_application", "_drain", "_engine", "_lender", "_lifespans", "_lock", "_name", "_proxy",
-        "_route_prefix", "_running", "_start_of", "_starting",
+        "_application", "_drain", "_engine", "_lender", "_lock", "_name", "_proxy",
+        "_route_prefix", "_running", "_start_of", "_starting", "lifespans",
     )  # fmt: skip
 
     def __init__(
@@ -149,7 +150,7 @@ class Hosted:
         self._starting: Future[None] | None = None
         self._start_of: Start | None = None
         self._lender: asyncio.AbstractEventLoop | None = None
-        self._lifespans = 0
+        self.lifespans = 0
         self._drain = _Drain(engine)
 
     @property
@@ -167,10 +168,6 @@ class Hosted:
         """The application's name, while it runs."""
         running = self._running
         return None if running is None or self.proxy is None else running.name
-
-    @property
-    def has_lifespan(self) -> bool:
-        return self._lifespans > 0
 
     async def start(self, lender: asyncio.AbstractEventLoop | None = None) -> None:
         """Start the application unless it runs. Every caller waits for the same start.
@@ -193,16 +190,11 @@ class Hosted:
         await wakeup.wait()
         starting.result()
 
-    async def _enter(self) -> None:
-        await self.start(asyncio.get_running_loop())
-        with self._lock:
-            self._lifespans += 1
-
     async def _leave(self) -> None:
         """Stop the application, unless another lifespan still needs it."""
         with self._lock:
-            self._lifespans -= 1
-            if self._lifespans > 0:
+            self.lifespans -= 1
+            if self.lifespans > 0:
                 return
         lifespans = self._app_lifespans()
         for each in lifespans:
@@ -231,7 +223,9 @@ class Hosted:
     async def lifespan(self) -> AsyncIterator[None]:
         """Start the application for a lifespan, on its loop, and stop it at the end."""
         with self._drain.watching(self._end_starts):
-            await self._enter()
+            await self.start(asyncio.get_running_loop())
+            with self._lock:
+                self.lifespans += 1
             try:
                 yield
             finally:
@@ -244,7 +238,7 @@ class Hosted:
 
     async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
         """Start the application. Runs on the control loop."""
-        self._lifespans = 0
+        self.lifespans = 0
         self._drain.over_at = None
         previous, self._running = self._running, None
         engine = self._engine
@@ -312,7 +306,8 @@ class Hosting:
 
     async def _serve(self, hosted: Hosted, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _lifespan(hosted, scope, receive, send)
+            share = partial(hosted.share_state, scope.get("state", {}))
+            await _answer_lifespan(self._engine, hosted.lifespan(), receive, send, share)
             return
         proxy = None
         while proxy is None:
@@ -329,7 +324,7 @@ class Hosting:
 
     async def close(self, application: Application, *, unless_in_lifespan: bool = False) -> None:
         hosted = self._get(application)
-        if not (unless_in_lifespan and hosted.has_lifespan):
+        if not (unless_in_lifespan and hosted.lifespans > 0):
             await hosted.stop()
 
     def lifespan(self, application: Application) -> AbstractAsyncContextManager[None]:
@@ -352,35 +347,34 @@ def host_as(application: Application, name: str, route_prefix: str) -> None:
     object.__setattr__(application, "_hosted", hosted)
 
 
-async def _lifespan(hosted: Hosted, scope: Scope, receive: Receive, send: Send) -> None:
+async def _answer_lifespan(
+    engine: LocalEngine,
+    lifespan: AbstractAsyncContextManager[None],
+    receive: Receive,
+    send: Send,
+    began: Callable[[], None] = lambda: None,
+) -> None:
     """Answer the lifespan protocol: start on the current loop, and stop."""
     await receive()
     started = False
     try:
-        async with hosted.lifespan():
+        async with lifespan:
             started = True
-            hosted.share_state(scope.get("state", {}))
-            with WATCHDOG.reporting_on_signal(), hosted._engine.writing_on_signal():
+            began()
+            with WATCHDOG.reporting_on_signal(), engine.writing_on_signal():
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
     except BaseException as error:
         if not started:
-            await send(_failed_start(error))
+            has_cause = error.__cause__ is not None  # user code raised it
+            text = format_failed_start(error) if has_cause else traceback.format_exc()
+            # An error without an answer means "no lifespan" to uvicorn, which would serve anyway.
+            await send({"type": "lifespan.startup.failed", "message": text})
         elif isinstance(error, Exception):  # its replica has logged the traceback
             text = "".join(traceback.format_exception_only(error)).strip()
             await send({"type": "lifespan.shutdown.failed", "message": text})
         raise
     await send({"type": "lifespan.shutdown.complete"})
-
-
-def _failed_start(error: BaseException) -> Message:
-    """Return the answer of a lifespan whose start has failed.
-
-    An error without an answer means "no lifespan" to uvicorn, which would serve anyway.
-    """
-    has_cause = error.__cause__ is not None  # user code raised it
-    text = format_failed_start(error) if has_cause else traceback.format_exc()
-    return {"type": "lifespan.startup.failed", "message": text}
 
 
 @dataclass(eq=False, slots=True)
@@ -399,30 +393,25 @@ class CombinedApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
+            await _answer_lifespan(self._engine, self._lifespan(), receive, send)
         else:
             await self._engine.http.proxy(scope, receive, send)
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
-        await receive()
+    @asynccontextmanager
+    async def _lifespan(self) -> AsyncIterator[None]:
         engine = self._engine
         engine.lender = asyncio.get_running_loop()
         try:
             with self._drain.watching(self._end_starts):
                 try:
                     await asyncio.to_thread(self._start)
-                except Exception as error:  # the server prints it, and ends
-                    answer = _failed_start(error)
+                except Exception:
                     await asyncio.to_thread(engine.shutdown, 0.0)
-                    await send(answer)
-                    return
-                with WATCHDOG.reporting_on_signal(), engine.writing_on_signal():
-                    await send({"type": "lifespan.startup.complete"})
-                    await receive()
+                    raise
+                yield
                 await asyncio.to_thread(engine.shutdown, self._drain.left_s)
         finally:
             engine.lender = None
-        await send({"type": "lifespan.shutdown.complete"})
 
     async def _end_starts(self) -> Left | None:
         engine = self._engine

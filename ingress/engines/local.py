@@ -224,24 +224,21 @@ class LocalEngine:
                 http.proxy.logs_requests = LOGS.is_logged
             if admin is not None:
                 self.admin.options = admin
-            if http_options is not None:
-                http_options = http.command_line.over(http_options)
             previous = http.options
             if http_options is not None:
+                http_options = http.command_line.over(http_options)
                 if http.server is not None:
                     http.update(http_options, self.threads)
                 http.options = http_options
             if http.command_line.admin is not None:
                 admin = None
             if http.is_kept or not http.command_line.has_own_server:
-                if admin is not None:
-                    self.admin.start(self, admin)
+                self.admin.start(self, admin)
                 return
             threads = self.acquire()
             try:
                 http.start(threads)
-                if admin is not None:
-                    self.admin.start(self, admin)
+                self.admin.start(self, admin)
             except BaseException:
                 http.options = previous
                 http.stop_if_unused(threads)
@@ -328,7 +325,7 @@ class LocalEngine:
                 raise ValueError(f"application {app_name!r} does not run; running: {known}")
 
             async def change() -> list[Change]:
-                return self.apps.change(running, options, origin)
+                return self.apps.controller.change(running, options, origin)
 
             return run_blocking(threads.control.loop, change())
 
@@ -345,7 +342,7 @@ class LocalEngine:
 
             async def settle() -> None:
                 async with asyncio.timeout(timeout_s):
-                    await self.apps.settled(running)
+                    await self.apps.controller.settled(running)
 
             run_blocking(threads.control.loop, settle())
 
