@@ -63,7 +63,7 @@ from ray.serve.context import _get_global_client  # noqa: E402
 from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
 from ingress.engines.ray.application import reference_to  # noqa: E402
-from ingress.engines.ray.errors import translated  # noqa: E402
+from ingress.engines.ray.calls import translated  # noqa: E402
 from ingress.engines.ray.messages import ByPath  # noqa: E402
 from ingress.engines.ray.replica import fetching_when_read  # noqa: E402
 from ingress.serving.processes.code import ByValue  # noqa: E402

@@ -6,8 +6,8 @@
 
     lowering     deployment options, flags and `HTTPOptions` -> Ray's options
     messages     the messages to a replica: its specification and its calls
-    errors       Ray's exceptions -> the exceptions of ingress
-    calls        calls by handle to other processes; their arguments must be picklable
+    calls        calls by handle to other processes; their arguments must be picklable; Ray's
+                 exceptions -> the exceptions of ingress
     replica      the code that runs in a replica's process, and its reports to Ray
     cluster      connects to a cluster or starts one, explains its failures, prints its log, and
                  knows the processes that deployed its applications

@@ -1,4 +1,4 @@
-"""Calls by handle to other processes.
+"""Calls by handle to other processes, and their errors: Ray's exceptions in ingress's words.
 
     handle.remote() -> RemoteRouter.assign -> a task on `ingress-ray` -> Ray's handle -> RayReplica
                        the answer settles the call, as for a replica in this process
@@ -13,24 +13,43 @@ again and again, or fail it with an error of the unpickling.
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
+import re
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from ray import cloudpickle
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 from ray.serve import context as ray_context
+from ray.serve import exceptions as theirs
 
+from ingress import exceptions
 from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.core.calls.call import Call
 from ingress.core.calls.call_tasks import CallTasks, LoopOfHandles
 from ingress.core.calls.loops import EventLoopThread
-from ingress.engines.ray.errors import translated
 from ingress.engines.ray.messages import as_sent, remote_name
 from ingress.exceptions import RayServeException
 from ingress.handle import CallRouter, DeploymentHandle, Invocation, pass_on
+from ingress.serving.processes.crossing import pickled_error, unpickled_error
 from ingress.telemetry.mistakes import described
+
+logger = logging.getLogger("ingress")
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_DIED = (RayActorError, ActorDiedError, ActorUnavailableError, WorkerCrashedError)
+_CANCELLED = (theirs.RequestCancelledError, TaskCancelledError, asyncio.CancelledError)
 
 
 class RayResponse(Protocol):
@@ -214,12 +233,11 @@ _sent: WeakSet[type] = WeakSet()
 
 def check_arguments(metadata: RequestMetadata, invocation: Invocation) -> None:
     """Raise `TypeError`, with the name or the number of the argument, if one cannot be pickled."""
-    for number, value in enumerate(invocation.args):
+    positional = ((str(number), value) for number, value in enumerate(invocation.args, 1))
+    named = ((repr(name), value) for name, value in invocation.kwargs.items())
+    for name, value in chain(positional, named):
         for each in _of_new_types(value, DEPTH):
-            _check(each, str(number + 1), metadata)
-    for name, value in invocation.kwargs.items():
-        for each in _of_new_types(value, DEPTH):
-            _check(each, repr(name), metadata)
+            _check(each, name, metadata)
 
 
 def _of_new_types(value: Any, depth: int) -> Iterator[object]:
@@ -248,3 +266,85 @@ def _check(value: object, name: str, metadata: RequestMetadata) -> None:
             f"({described(problem)}); pass the values that the method needs of it"
         ) from None
     _sent.add(type(value))
+
+
+# Errors.
+
+
+def translated(error: BaseException, metadata: RequestMetadata) -> BaseException:
+    """Return the exception that the caller of a deployment gets for Ray's exception.
+
+    An exception of user code is returned as it is, as in one process, with the remote traceback as
+    a note. An exception of Ray itself becomes one of `ingress.exceptions`.
+    """
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, BaseException) and cause is not error:
+            told = translated(cause, metadata)
+            if not isinstance(told, exceptions.RequestCancelledError):
+                _add_traceback(told, _COLOUR.sub("", str(error)))
+            return told
+        return RayServeException(str(error))
+    if isinstance(error, exceptions.UserCodeExit):
+        error.__cause__ = error.original  # a pickle leaves the cause out
+        return error
+    if isinstance(error, exceptions.RayServeException):
+        return error
+    told = _in_our_words(error, metadata)
+    if told is not error:
+        told.__cause__ = error
+    return told
+
+
+def _in_our_words(error: BaseException, metadata: RequestMetadata) -> BaseException:
+    deployment = metadata.deployment
+    if isinstance(error, theirs.BackPressureError):
+        queued, limit = error.args[:2]
+        how = error.status_code, error.retry_after_s  # from `backpressure_config`
+        return exceptions.BackPressureError(queued, limit, deployment.name, *how)
+    if isinstance(error, theirs.DeploymentUnavailableError):
+        return exceptions.DeploymentUnavailableError(error.message)
+    if isinstance(error, theirs.ReplicaUnavailableError):
+        return exceptions.ReplicaUnavailableError(error.message)
+    if isinstance(error, _CANCELLED):
+        return exceptions.RequestCancelledError(metadata.request_id)
+    if isinstance(error, _DIED):
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return exceptions.ReplicaUnavailableError(
+            f"A replica of {deployment} died before it answered ({reason}); send the request again "
+            "if that is safe."
+        )
+    if isinstance(error, theirs.RayServeException | RayError):
+        return RayServeException(str(error))
+    return error
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an exception of user code, or, if its class cannot be unpickled, one in its place.
+
+    That one is unpickled as the user's, without a call of its constructor.
+    """
+    try:
+        pickle.loads(cloudpickle.dumps(error))
+    except Exception:  # of the class's own code
+        logger.debug("a %s cannot be unpickled", type(error).__name__, exc_info=True)
+        return _Sent(error)
+    return error
+
+
+class _Sent(RayServeException):
+    """An exception on its way to another process."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(described(error))
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled_error, (pickled_error(self.error),)
+
+
+def _add_traceback(error: BaseException, text: str) -> None:
+    try:
+        error.add_note(f"\nThe traceback in the replica's process:\n{text}")
+    except Exception:  # a user's exception class without attributes
+        logger.debug("%s takes no note:\n%s", type(error).__name__, text, exc_info=True)
