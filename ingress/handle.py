@@ -207,15 +207,18 @@ class DeploymentHandle(Generic[T_co]):
         """
         if unsupported:
             refuse("handle.options", unsupported, DeploymentHandle.options)
-        given: dict[str, Any] = {"method_name": method_name, "stream": stream}
-        given |= {"multiplexed_model_id": multiplexed_model_id, "session_id": session_id}
+        given: dict[str, Any] = {
+            "method_name": method_name,
+            "stream": stream,
+            "multiplexed_model_id": multiplexed_model_id,
+            "session_id": session_id,
+            "priority": None if priority is None else _level_of(priority),
+        }
         for name in ("method_name", "multiplexed_model_id", "session_id"):
             if not isinstance(given[name], str | None):
                 raise TypeError(f"{name} must be a string, got {given[name]!r}")
         if not isinstance(stream, bool | None):
             raise TypeError(f"stream must be True or False, got {stream!r}")
-        if priority is not None:
-            given["priority"] = _level_of(priority)
         changed = {name: value for name, value in given.items() if value is not None}
         return DeploymentHandle(self._id, self._directory, replace(self._options, **changed))
 

@@ -441,11 +441,8 @@ async def tell_while_starting(application: RunningApplication) -> None:
 def constructing(application: RunningApplication) -> str:
     """Return the replicas that have not started, and the current lines of their constructors."""
     replicas = [replica for each in application.deployments.values() for replica in each.starting]
-    texts = []
-    for replica in replicas[:_NAMED]:
-        place = place_of_start(replica)
-        where = "" if place is NOWHERE else f" at {place}"
-        texts.append(f"{replica.replica_id}{where}")
+    places = [(each.replica_id, place_of_start(each)) for each in replicas[:_NAMED]]
+    texts = [f"{each}" if place is NOWHERE else f"{each} at {place}" for each, place in places]
     if len(replicas) > _NAMED:
         texts.append(f"and {len(replicas) - _NAMED} more")
     nothing = "none of its replicas has begun; an application that it replaces ends first"

@@ -70,12 +70,10 @@ def differences(
     before: DeploymentConfig, after: DeploymentConfig
 ) -> dict[str, tuple[object, object]]:
     """Return the options that differ, each with the values before and after."""
-    found = {}
-    for name in DeploymentConfig.model_fields:
-        old, new = getattr(before, name), getattr(after, name)
-        if old != new:
-            found[name] = old, new
-    return found
+    values = (
+        (name, getattr(before, name), getattr(after, name)) for name in type(after).model_fields
+    )
+    return {name: (old, new) for name, old, new in values if old != new}
 
 
 def checked(

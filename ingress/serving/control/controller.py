@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from ingress.app.batching.batching import warn_of_capacity
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
@@ -176,13 +177,13 @@ class Controller:
         self, built: BuiltDeployment, app_name: str, proxy: HTTPProxy, factories: Factories
     ) -> RunningDeployment:
         """Return a deployment without replicas."""
-        config = built.deployment.config
+        config, loop = built.deployment.config, asyncio.get_running_loop()
         router = factories.router(
             DeploymentID(built.name, app_name),
             config.max_queued_requests,
             backpressure=config.backpressure_config,
             max_retries=self._settings.max_retries,
-            later=_later_on(asyncio.get_running_loop()),
+            later=partial(mailbox_of(loop).post, loop.call_later),  # in any thread
             templates=None if built.bound_app is None else built.bound_app.templates(),
             routing=config.request_router_config,
             graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
@@ -268,12 +269,6 @@ class Controller:
             await self._reconciler.stop(deployment, left_s)
             if self._routers.get(deployment.router.deployment_id) is deployment.router:
                 del self._routers[deployment.router.deployment_id]
-
-
-def _later_on(loop: asyncio.AbstractEventLoop) -> Callable[[float, Callable[[], object]], None]:
-    """Return a thread-safe function that schedules a callback on this loop after a delay."""
-    mailbox = mailbox_of(loop)
-    return lambda delay_s, callback: mailbox.post(loop.call_later, delay_s, callback)
 
 
 async def _drained(deployment: RunningDeployment, deadline: float) -> None:

@@ -302,12 +302,12 @@ class Reconciler:
         deployment.setbacks.note_start()
         # A look takes as long as there are replicas: many that start together share one.
         if len(deployment.members) <= FEW:
-            self._look_at_start(deployment)
+            self._look_and_tell(deployment)
         elif not deployment.is_look_due:
             deployment.is_look_due = True
-            asyncio.get_running_loop().call_later(SHARED_LOOK_S, self._look_at_start, deployment)
+            asyncio.get_running_loop().call_later(SHARED_LOOK_S, self._look_and_tell, deployment)
 
-    def _look_at_start(self, deployment: RunningDeployment) -> None:
+    def _look_and_tell(self, deployment: RunningDeployment) -> None:
         deployment.is_look_due = False
         self.look(deployment)
         deployment.note_change()
@@ -361,8 +361,7 @@ class Reconciler:
             deployment.left.append(replica)
         keep(deployment.ended, replica.replica_id.unique_id, replica.counts())
         deployment.members.remove(member)
-        self.look(deployment)
-        deployment.note_change()
+        self._look_and_tell(deployment)
 
     async def _drain(self, deployment: RunningDeployment, member: Member, deadline: float) -> None:
         """Wait for the calls of a replica that gets no more, and cancel the rest at the deadline.
@@ -420,8 +419,7 @@ class Reconciler:
             member.phase = Phase.SERVING
             self._fit(deployment, member)
             deployment.router.add(replica)
-        self.look(deployment)
-        deployment.note_change()
+        self._look_and_tell(deployment)
 
     def _on_failed_reconfigure(
         self, deployment: RunningDeployment, member: Member, text: str

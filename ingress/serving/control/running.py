@@ -362,9 +362,8 @@ class RunningDeployment:
         """Return whether the replicas are those that are desired, and all others have ended."""
         desired = self.desired
         live = [each for each in self.members if each.phase is not Phase.PARKED]
-        parked = len(self.members) - len(live)
         # Replicas that are stuck limit the starts only: there may be more that serve.
-        least = allowed(desired.count, parked + len(self.left))
+        least = allowed(desired.count, len(self.members) - len(live) + len(self.left))
         return least <= len(live) <= desired.count and all(
             each.phase is Phase.SERVING
             and each.version == desired.version
