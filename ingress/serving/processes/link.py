@@ -15,7 +15,8 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 from copy import copy
 from secrets import token_hex
 
@@ -71,22 +72,31 @@ class Link:
         "_is_stopping",
         "_last",
         "_make_handle",
+        "_module",
         "_odd_kinds",
+        "_on_report",
         "_output",
         "_replica_id",
         "_shared",
         "_started",
+        "_tell_end",
+        "_tell_lost",
         "_works",
         "end",
         "mark",
         "model_ids",
-        "module",
-        "on_end",
-        "on_lost",
-        "on_report",
     )  # fmt: skip
 
-    def __init__(self, replica_id: ReplicaID, make_handle: MakeHandle) -> None:
+    def __init__(
+        self,
+        replica_id: ReplicaID,
+        module: str,
+        make_handle: MakeHandle,
+        *,
+        on_report: Callable[[Report], None],
+        on_end: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
         self._replica_id = replica_id
         self._make_handle = make_handle
         self._child_calls: ChildCalls | None = None
@@ -99,9 +109,8 @@ class Link:
         self._odd_kinds: set[int] = set()  # of reports that could not be read
         self._last = 0
         self._works: dict[int, RemoteWork | RemoteCall] = {}
-        self.on_lost: Callable[[], None] = lambda: None
-        self.on_end: Callable[[], None] = lambda: None
-        self.on_report: Callable[[Report], None] = lambda report: None
+        self._module = module
+        self._on_report, self._tell_end, self._tell_lost = on_report, on_end, on_lost
         self.mark = token_hex(8)
         deployment = replica_id.deployment_id
         self._output = Output(
@@ -112,7 +121,6 @@ class Link:
                 "replica": replica_id.unique_id,
             },
         )
-        self.module = ""
         self.end = ""
         self.model_ids: frozenset[str] = frozenset()
 
@@ -146,46 +154,30 @@ class Link:
         loop = asyncio.get_running_loop()
         started, self._ended = loop.create_future(), loop.create_future()
         self._started = started
-        env_vars, give_back = environment_of()
-        try:
-            self._start(specification, env_vars, give_back)
-        except BaseException:  # there is no child, which would do so at its end
-            give_back()
-            self._give_up()
-            raise
-        await started
-
-    def _start(
-        self, specification: bytes, env_vars: Mapping[str, str], give_back: Callable[[], None]
-    ) -> None:
-        mailbox = mailbox_of(asyncio.get_running_loop())
-
-        def on_exit() -> None:
-            give_back()  # before the replacement starts
-            mailbox.post(self._on_exit)
-
-        ours, theirs = socket.socketpair()
-        try:
-            shared = self._shared = SharedNumbers()
-            frames = self._frames = Frames(
-                ours, self._on_frame, self._on_lost, lambda: shared.beats
-            )
-            self._child_calls = ChildCalls(frames, self._make_handle, self._call_of)
+        mailbox = mailbox_of(loop)
+        # There may be no child that does all this at its end: there are too many threads, or the
+        # specification is too large.
+        with ExitStack() as undo:
+            env_vars, give_back = environment_of()
+            undo.callback(give_back)
+            ours, theirs = socket.socketpair()
+            undo.callback(theirs.close)
+            shared = SharedNumbers()
+            undo.callback(shared.close)
+            frames = Frames(ours, self._on_frame, self._on_lost, lambda: shared.beats)
+            undo.callback(frames.close)
             frames.post_inline(Kind.START, specification)
-            name, module, output = str(self._replica_id), self.module, self._output
-            self._child = ChildProcess(name, module, theirs, shared, env_vars, output, on_exit)
-        except BaseException:  # there are too many threads, or the specification is too large
-            theirs.close()
-            raise
 
-    def _give_up(self) -> None:
-        """Close what a start has made that did not come to a process."""
-        frames, shared = self._frames, self._shared
-        self._frames = self._shared = self._child_calls = None
-        if frames is not None:
-            frames.close()
-        if shared is not None:
-            shared.close()
+            def on_exit() -> None:
+                give_back()  # before the replacement starts
+                mailbox.post(self._on_exit)
+
+            name, module, output = str(self._replica_id), self._module, self._output
+            self._child = ChildProcess(name, module, theirs, shared, env_vars, output, on_exit)
+            self._shared, self._frames = shared, frames
+            self._child_calls = ChildCalls(frames, self._make_handle, self._call_of)
+            undo.pop_all()
+        await started
 
     async def stop(self) -> None:
         """Have the child run the user's shutdown code, and wait for its end."""
@@ -295,7 +287,7 @@ class Link:
                 if kind == Kind.MODELS:
                     self.model_ids = model_ids_of(content)
                 else:
-                    self.on_report(report_of(content))
+                    self._on_report(report_of(content))
             except Exception as problem:  # the counters before it stay
                 if kind not in self._odd_kinds:
                     self._odd_kinds.add(kind)
@@ -335,7 +327,7 @@ class Link:
             return
         fault = None if self._frames is None else self._frames.fault
         self.end = end_of(child.pid, child.code, child.failure, fault)
-        self.on_end()
+        self._tell_end()
         if self._child_calls is not None:
             self._child_calls.stop()
         self._end_works(
@@ -353,7 +345,7 @@ class Link:
             is_foreseen = fault is None or isinstance(fault, FrameError)
             exc_info = None if is_foreseen else fault
             logger.error("%s: %s", self._replica_id, self.end, exc_info=exc_info)
-            self.on_lost()
+            self._tell_lost()
 
 
 def end_of(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from time import monotonic
 from typing import Any, ClassVar, TypeVar
 
@@ -116,8 +117,15 @@ class ProcessHost:
         self._counts = HostCounts({}, {}, 0, {}, loads, {})
         # For the names of its methods: there is no instance in this process.
         self.context = ReplicaRuntime(replica.replica_id, func_or_class, loop=borrowed)
-        link = self.link = Link(replica.replica_id, make_handle)
-        self.user_code: Any = RemoteCode(link, bound_app)
+        self.link = Link(
+            replica.replica_id,
+            func_or_class.__module__,
+            make_handle,
+            on_report=self._take_report,
+            on_end=replica.lose,
+            on_lost=on_lost,
+        )
+        self.user_code: Any = RemoteCode(self.link, bound_app)
         self._prepare = partial(
             _prepared,
             built,
@@ -127,8 +135,6 @@ class ProcessHost:
             lanes=lanes or {},
             **options,
         )
-        link.on_report, link.on_end, link.on_lost = self._take_report, replica.lose, on_lost
-        link.module = func_or_class.__module__
 
     @property
     def pid(self) -> int:
@@ -380,25 +386,18 @@ def _content(args: Sequence[object], kwargs: Mapping[str, object]) -> Content:
         raise unsendable(name, problem, args=args, kwargs=kwargs) from problem
 
 
-def _gathered(messages: list[Message]) -> list[Message]:
-    """Return the messages, with neighbouring chunks of a body as one message of several chunks."""
-    gathered: list[Message] = []
-    chunks: list[bytes] = []
+def _gathered(messages: list[Message]) -> Iterator[Message]:
+    """Yield the messages, with neighbouring chunks of a body as one message of several chunks."""
 
-    def close() -> None:
-        if chunks:
-            body = Chunks.of(list(chunks))
-            gathered.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
-            chunks.clear()
+    def is_chunk(message: Message) -> bool:
+        return message["type"] == RESPONSE_BODY and bool(message["more_body"])
 
-    for message in messages:
-        if message["type"] == RESPONSE_BODY and message["more_body"]:
-            chunks.append(message["body"])
-            continue
-        close()
-        gathered.append(message)
-    close()
-    return gathered
+    for are_chunks, each in groupby(messages, is_chunk):
+        if are_chunks:
+            body = Chunks.of([message["body"] for message in each])
+            yield {"type": RESPONSE_BODY, "body": body, "more_body": True}
+        else:
+            yield from each
 
 
 def _prepared(built: BuiltDeployment, **options: Any) -> tuple[bytes, EnvironmentOf]:

@@ -387,7 +387,9 @@ def test_a_frame_that_is_sent_at_once_is_there_now_behind_those_before_it() -> N
 
 def test_only_the_call_that_is_alone_in_a_child_is_sent_at_once() -> None:
     def ask_twice(frames: Frames) -> None:
-        link = Link(ReplicaID("0", DeploymentID("Alone")), lambda *_: None)  # type: ignore[arg-type]
+        no: Any = lambda *_: None  # noqa: E731
+        replica_id = ReplicaID("0", DeploymentID("Alone"))
+        link = Link(replica_id, __name__, no, on_report=no, on_end=no, on_lost=no)
         link._frames = frames
         for _ in range(2):
             link.send(Kind.ASK, b"content")
