@@ -17,7 +17,6 @@ import socket
 import sys
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import NoReturn
 
 from ingress.app.asgi import bound_app_of
@@ -30,7 +29,7 @@ from ingress.engines.current import use_only
 from ingress.handle import DeploymentHandle, directory_here, use_here
 from ingress.serving.processes.code import ByValue
 from ingress.serving.processes.crossing import pickled_error
-from ingress.serving.processes.frame_server import BEAT_S, FrameServer, give_back
+from ingress.serving.processes.frame_server import BEAT_S, FrameServer
 from ingress.serving.processes.frames import (
     LARGE,
     Frames,
@@ -56,8 +55,10 @@ def main(descriptor: int, shared: int, name: str) -> None:
     for each in (descriptor, shared):  # not for the programs that user code starts
         os.set_inheritable(each, False)
     faulthandler.enable(all_threads=False)  # its lines reach the status
+    # Ctrl-C and a service's stop reach the parent too, which says when to stop. Handlers, because
+    # the programs that user code starts would inherit ignored signals.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _ignore)
+        signal.signal(number, lambda number, frame: None)
     end = socket.socket(fileno=descriptor)
     try:
         if cores := take_pinned_cpus():
@@ -115,7 +116,7 @@ def _made(
             stall_threshold_s=spec.stall_threshold_s,
         ),
         max_ongoing=spec.max_ongoing,
-        release=give_back,
+        release=lambda replica, call: None,  # by the frame of the call's end: the parent's slot
     )
     replica.context.place = spec.place
     stopping: SimpleQueue[None] = SimpleQueue()
@@ -160,13 +161,6 @@ async def _serve(
     finally:
         server.starting = None
     return False
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: Ctrl-C and a service's stop reach the parent too, which says when to stop.
-
-    A handler, because the programs that user code starts would inherit an ignored signal.
-    """
 
 
 class ChildEngine:

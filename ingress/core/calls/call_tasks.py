@@ -30,7 +30,7 @@ class CallTasks:
         self._tasks: dict[Call, asyncio.Task[None]] = {}
 
     async def run(self, call: Call) -> None:
-        """Make the call, and settle it. Its cancellation is that of the call."""
+        """Make the call, and settle it, or raise its error. Its cancellation is the call's."""
         raise NotImplementedError
 
     def assign(self, call: Call) -> None:
@@ -55,18 +55,19 @@ class CallTasks:
         # In the call's copy of the caller's context: tracers look there.
         task = self._loop.create_task(self.run(call), context=call.context)
         self._tasks[call] = task
-        task.add_done_callback(lambda _: self.end(call))
+        task.add_done_callback(lambda _: self.end(call, task))
 
     def _cancel(self, call: Call) -> None:
         task = self._tasks.get(call)
         if task is not None:
             task.cancel()
 
-    def end(self, call: Call) -> None:
+    def end(self, call: Call, task: asyncio.Task[None]) -> None:
         """Forget a call whose task has ended."""
         del self._tasks[call]
+        error = None if task.cancelled() else task.exception()
         # Race with a cancellation before the task's first step: then the task runs no line.
-        call.settle(error=RequestCancelledError(call.metadata.request_id))
+        call.settle(error=error or RequestCancelledError(call.metadata.request_id))
         call.release_references()
 
 

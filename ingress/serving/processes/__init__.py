@@ -13,12 +13,12 @@
     child_calls      the calls that a child makes by handle: its handles, and the server's end
     frames           the framing: messages over an inherited socket pair, pickled, in both
                      directions; uploaded files, as they travel
-    messages         the kinds of frames and their contents
+    messages         the kinds of frames and their contents; how much may be on its way, in each
+                     direction
     code             the user's class and its arguments, as they travel
     crossing         exceptions that cross, and errors of values that cannot
     output           its standard output and error, and its log records
     shared_memory    large contents, and the few numbers that a child leaves behind if it is killed
-    window           how much may be on its way, in each direction
     resources        the environment of a child: variables, native threads, GPUs
     child_process    the operating system's side: start a process, wait for its end
     fork_server      a process that forks children, with the user's module

@@ -46,13 +46,13 @@ from ingress.serving.processes.frames import (
 from ingress.serving.processes.messages import (
     UPWARD,
     Kind,
+    SendWindow,
     check,
     envelope_of,
     metadata_of,
     unknown,
 )
 from ingress.serving.processes.remote_calls import RemoteWork
-from ingress.serving.processes.window import SendWindow
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 FindCall = Callable[[int], Call | None]
@@ -164,7 +164,7 @@ class ChildCalls:
                 value = as_sent(call.value)
                 self._frames.post(Kind.DONE, number, b"" if value is None else encode(value))
                 return
-            except Exception as problem:
+            except Exception as problem:  # of the code of its class: the child gets it
                 error = unsendable(call.deployment_name, problem, result=call.value)
         self._frames.post(Kind.FAILED, number, pickled_error(error))
 
@@ -235,12 +235,19 @@ class ServerDirectory(LoopOfHandles):
         """Return `None`, for any name: the server's process checks the name at the call."""
         return None
 
-    def send(self, call: Call, kind: Kind, *head: object) -> RemoteWork:
-        """Send the frame of a call. Called on the user loop."""
-        waiters = self._waiters.get(call, ())
-        content = encode((*head, [*waiters, *_members_that_wait(call)]))
-        self._last += 1
-        self.frames.post(kind, self._last, content)  # may raise: there is no work then
+    def send(self, call: Call, invocation: Invocation, deployment_id: DeploymentID) -> RemoteWork:
+        """Send the frame of a call. Called on the user loop. Raises as `unsendable`."""
+        args, kwargs = invocation.args, invocation.kwargs
+        envelope = envelope_of(call.metadata, span_headers())
+        waiters = [*self._waiters.get(call, ()), *_members_that_wait(call)]
+        kind = Kind.CALL if invocation.channel is None else Kind.STREAM
+        value = envelope, args, kwargs, deployment_id, number_of(call._parent), waiters
+        try:
+            content = encode(value)
+            self._last += 1
+            self.frames.post(kind, self._last, content)
+        except Exception as problem:
+            raise unsendable(deployment_id.name, problem, args=args, kwargs=kwargs) from problem
         work = self.works[self._last] = RemoteWork(kind, self._last, self.frames)
         self._numbers[call] = self._last
         return work
@@ -326,16 +333,16 @@ class ServerRouter(CallTasks):
         self._directory = directory
         self._deployment_id = deployment_id
 
-    def end(self, call: Call) -> None:
+    def end(self, call: Call, task: asyncio.Task[None]) -> None:
         self._directory.forget(call)
-        super().end(call)
+        super().end(call, task)
 
     async def run(self, call: Call) -> None:
         invocation = call.work
         assert isinstance(invocation, Invocation)
         work: RemoteWork | None = None
         try:
-            work = self._send(call, invocation)
+            work = self._directory.send(call, invocation, self._deployment_id)
             if invocation.channel is None:
                 call.settle(await work.outcome())
                 return
@@ -350,16 +357,3 @@ class ServerRouter(CallTasks):
         except asyncio.CancelledError:
             if work is not None and not work.is_over:
                 work.frames.post(Kind.CANCEL, work.number)
-        except Exception as error:  # the caller gets it
-            call.settle(error=error)
-
-    def _send(self, call: Call, invocation: Invocation) -> RemoteWork:
-        args, kwargs = invocation.args, invocation.kwargs
-        envelope = envelope_of(call.metadata, span_headers())
-        head = envelope, args, kwargs, self._deployment_id
-        kind = Kind.CALL if invocation.channel is None else Kind.STREAM
-        try:
-            return self._directory.send(call, kind, *head, number_of(call._parent))
-        except Exception as problem:
-            name = self._deployment_id.name
-            raise unsendable(name, problem, args=args, kwargs=kwargs) from problem

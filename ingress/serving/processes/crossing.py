@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ingress.core.execution.execution import contained
 from ingress.exceptions import RayServeException, UserCodeExit
 from ingress.serving.processes.code import culprit
-from ingress.serving.processes.frames import Content, dumps, encode, loads
+from ingress.serving.processes.frames import Buffers, Content, dumps, encode, loads
 from ingress.telemetry.mistakes import last_line as described
 from ingress.telemetry.tracebacks import (
     ExplainingNote,
@@ -87,13 +87,21 @@ def unpickled_error(content: bytes | memoryview) -> BaseException:
     """
     try:
         return _checked(_Arrival(loads(content)).error())
-    except Exception as problem:
+    except Exception as problem:  # of the code of its class: the text says it
         return unreadable("the exception that user code raised", problem)
 
 
 def unreadable(what: str, problem: Exception) -> RayServeException:
     """Return the error of a value that arrived: as its class is known to the other process only."""
     return RayServeException(f"{what} cannot be read: {described(problem)}")
+
+
+def read(what: str, content: memoryview, buffers: Buffers = ()) -> Any:
+    """Return the value of a content. Raises as `unreadable`."""
+    try:
+        return loads(content, buffers)
+    except Exception as problem:
+        raise unreadable(what, problem) from None
 
 
 def unsendable(deployment: str, problem: Exception, **values: object) -> RayServeException:
@@ -161,14 +169,14 @@ def _has_reduce(kind: type) -> bool:
 
 def _slots(kind: type) -> dict[str, Any]:
     """Return the attributes of a class that are not in the `__dict__` of an exception."""
-    found: dict[str, Any] = {}
-    for each in kind.__mro__:
-        if each is not BaseException:
-            for name, slot in vars(each).items():
-                is_slot = isinstance(slot, MemberDescriptorType | GetSetDescriptorType)
-                if is_slot and not name.startswith("__") and slot not in _NOT_SENT:
-                    found.setdefault(name, slot)
-    return found
+    return {
+        name: slot
+        for each in reversed(kind.__mro__)  # a subclass may override the name of a slot
+        if each is not BaseException
+        for name, slot in vars(each).items()
+        if isinstance(slot, MemberDescriptorType | GetSetDescriptorType)
+        if not name.startswith("__") and slot not in _NOT_SENT
+    }
 
 
 class _Sending:
@@ -184,7 +192,7 @@ class _Sending:
         for error in self._errors:  # to which each record may add
             try:
                 records.append(tuple(self._record(error)))
-            except Exception as problem:
+            except Exception as problem:  # of the code of its class: the text says it
                 told = f"{type(error).__name__} (it cannot be sent: {described(problem)})"
                 empty = _Record(told, b"", False, b"", (), "", (), None, None, False, None)
                 records.append(tuple(empty))
@@ -266,7 +274,7 @@ class _Sending:
         except Exception:  # of the code of its class, which may raise any
             try:
                 return repr(value)[:_KEPT]
-            except BaseException:
+            except BaseException:  # of its `__repr__`
                 return f"<{type(value).__name__}>"
 
     def _pickled(self, value: object, whole: BaseException | None = None) -> bytes:

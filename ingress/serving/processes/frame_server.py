@@ -17,12 +17,12 @@ from typing import Any
 
 from ingress.context import REPLICA
 from ingress.core.base.counters import copied
-from ingress.core.calls.call import Call
 from ingress.core.calls.loops import mailbox_of
 from ingress.core.calls.tracing import TRACING, adopt, trace_id_of
-from ingress.exceptions import UserCodeExit
+from ingress.exceptions import RayServeException, UserCodeExit
+from ingress.handle import Invocation
 from ingress.serving.processes.child_calls import ServerDirectory, Waits
-from ingress.serving.processes.crossing import pickled_error, unreadable, unsendable
+from ingress.serving.processes.crossing import pickled_error, read, unreadable, unsendable
 from ingress.serving.processes.frames import (
     Buffers,
     Content,
@@ -32,7 +32,7 @@ from ingress.serving.processes.frames import (
     loads,
     outside,
 )
-from ingress.serving.processes.hosted_call import HostedCall, hosted_invocation, hosted_request
+from ingress.serving.processes.hosted_call import HostedCall, HostedRequest
 from ingress.serving.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
 from ingress.serving.processes.shared_memory import SharedNumbers
 from ingress.serving.replicas.host import not_begun_error
@@ -166,11 +166,13 @@ class FrameServer:
             first = None
             if values[0] == "http":
                 first = {"type": "http.request", "body": bytes(body), "more_body": has_more}
-            return hosted_request(number, self.frames, metadata, scope_of(values), first)
+            request = HostedRequest(scope_of(values), first)
+            return HostedCall(number, self.frames, metadata, request)
         envelope, args, kwargs = content
         is_streaming = kind == Kind.STREAM
         metadata = metadata_of(envelope, deployment, is_http=False, is_streaming=is_streaming)
-        call = hosted_invocation(number, self.frames, metadata, args, kwargs)
+        invocation = Invocation(metadata.method_name, args, kwargs, None)
+        call = HostedCall(number, self.frames, metadata, invocation)
         adopt(envelope[-1], call.context)
         return call
 
@@ -182,7 +184,7 @@ class FrameServer:
             try:
                 if call.request is not None:
                     call.request.accept(message_of(content, buffers), size)
-            except Exception as problem:
+            except Exception as problem:  # of the code of its values: the call's user code gets it
                 call.cancel(unreadable("a message of the client", problem))
         elif kind == Kind.CREDIT:
             call.window.give(content)
@@ -192,9 +194,9 @@ class FrameServer:
             reason = None
             if content:
                 try:
-                    reason = loads(content)
-                except Exception as problem:  # it is cancelled nevertheless
-                    reason = unreadable("the reason of a cancellation", problem)
+                    reason = read("the reason of a cancellation", content)
+                except RayServeException as problem:  # it is cancelled nevertheless
+                    reason = problem
             call.cancel(reason)
 
     async def _run(self, call: HostedCall) -> None:
@@ -238,7 +240,7 @@ class FrameServer:
             try:
                 self.frames.post(*call.last_frame(value), at_once=not self._calls)
                 return
-            except Exception as problem:
+            except Exception as problem:  # of the code of its class: the caller gets it
                 error = unsendable(call.deployment_name, problem, result=value)
         if call.request is not None:
             call.request.flush()
@@ -274,7 +276,3 @@ class FrameServer:
         except Exception as error:  # the server gets it
             frame = Kind.FAILED, number, pickled_error(error)
         mailbox_of(self.replica.loop).post(self.frames.post, *frame)
-
-
-def give_back(replica: Replica, call: Call) -> None:
-    """Do nothing: the slot is the parent's, and the frame of the call's end gives it back."""

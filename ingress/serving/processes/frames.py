@@ -160,7 +160,7 @@ def _written(
             try:
                 pickled: bytes = _pickle.dumps(value, PICKLE, buffer_callback=callback)
                 return pickled
-            except Exception:  # of an upload, maybe; any other error is raised below, again
+            except TypeError:  # of a large upload, maybe; any other is raised below, again
                 if buffers:
                     buffers.clear()
         with io.BytesIO() as file:
@@ -231,7 +231,7 @@ class Frames:
     """
 
     __slots__ = (
-        "_beats", "_buffer", "_chunks", "_context", "_descriptors", "_end", "_have", "_is_due",
+        "_beats", "_chunks", "_context", "_descriptors", "_end", "_have", "_is_due",
         "_is_waiting", "_loop", "_on_frame", "_on_lost", "_out", "_received", "_rest", "_segments",
         "_trimming", "_view", "fault", "is_open",
     )  # fmt: skip
@@ -256,8 +256,7 @@ class Frames:
         self._out: list[bytes] = []  # posted in this turn of the loop
         self._chunks: deque[tuple[bytes | memoryview, int]] = deque()  # to write, with descriptors
         self._is_due = self._is_waiting = False
-        self._buffer = bytearray(_READ)
-        self._view = memoryview(self._buffer)
+        self._view = memoryview(bytearray(_READ))
         self._have = 0
         self._descriptors: deque[int] = deque()
         self._segments = Segments()
@@ -279,7 +278,7 @@ class Frames:
         else:
             self._post_parts(kind, call, [content] if isinstance(content, bytes) else content)
         if at_once or len(self._out) >= BATCH:
-            self._write_out()
+            self._flush()
         elif not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._flush, context=self._context)
@@ -322,9 +321,6 @@ class Frames:
 
     def _flush(self) -> None:
         self._is_due = False
-        self._write_out()
-
-    def _write_out(self) -> None:
         self._cut()
         if not self._is_waiting:
             self._write()

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable
 from contextvars import Context
-from typing import Any
+from typing import Any, cast
 
 from starlette.types import Message, Scope
 
@@ -28,18 +28,21 @@ from ingress.serving.processes.messages import (
     RESPONSE_BODY,
     RESPONSE_START,
     Kind,
+    SendWindow,
+    Taken,
+    Waiters,
     message_as_sent,
     plain,
     response_as_sent,
 )
-from ingress.serving.processes.window import SendWindow, Taken, Waiters
 from ingress.serving.replicas.user_code import UserCode
 
 
 class HostedCall(Call):
     """One call in a child. Owned by the user loop. Its slot is the parent's.
 
-    `request` is its work if that is an HTTP request or a WebSocket, else `None`.
+    `request` is its work if that is an HTTP request or a WebSocket, else `None`. If its work is the
+    `Invocation` of a generator, it is the channel of the items.
     """
 
     __slots__ = ("frames", "number", "request", "task", "window")
@@ -53,6 +56,11 @@ class HostedCall(Call):
         self.frames = frames
         self.request = work if isinstance(work, HostedRequest) else None
         self.window = SendWindow() if self.request is None else SendWindow(size=RESPONSE_BYTES)
+        if self.request is not None:
+            self.request.call = self
+        elif metadata.is_streaming:
+            items: Any = self
+            cast(Invocation, work).channel = items
 
     def interrupt(self) -> None:
         super().interrupt()
@@ -64,50 +72,19 @@ class HostedCall(Call):
         if self.request is not None:
             self.request.close()
 
+    async def put(self, item: object, size: int = 0) -> None:
+        """Send an item of a generator, once there is room for it."""
+        content = item_as_sent(self.deployment_name, item)
+        await self.window.take(size_of_content(content))
+        self.frames.post(Kind.ITEM, self.number, content)
+
     def last_frame(self, value: object) -> tuple[Kind, int, Content]:
         """Return the frame that ends the call. Raises the error of pickling the value."""
         if self.request is not None:
             answer = self.request.take_answer()
-            kind = Kind.DONE if answer is None else Kind.ANSWER
-            return kind, self.number, b"" if answer is None else answer
+            number = self.number
+            return (Kind.DONE, number, b"") if answer is None else (Kind.ANSWER, number, answer)
         return Kind.DONE, self.number, b"" if value is None else encode(as_sent(value))
-
-
-class _Items:
-    """The channel of a generator's items, for an `Invocation`. Owned by the user loop."""
-
-    __slots__ = ("call",)
-    call: HostedCall
-
-    async def put(self, item: object, size: int = 0) -> None:
-        content = item_as_sent(self.call.deployment_name, item)
-        await self.call.window.take(size_of_content(content))
-        self.call.frames.post(Kind.ITEM, self.call.number, content)
-
-
-def hosted_invocation(
-    number: int,
-    frames: Frames,
-    metadata: RequestMetadata,
-    args: list[object],
-    kwargs: dict[str, object],
-) -> HostedCall:
-    """Return a call by handle."""
-    items: Any = _Items() if metadata.is_streaming else None
-    work = Invocation(metadata.method_name, args, kwargs, items)
-    call = HostedCall(number, frames, metadata, work)
-    if items is not None:
-        items.call = call
-    return call
-
-
-def hosted_request(
-    number: int, frames: Frames, metadata: RequestMetadata, scope: Scope, first: Message | None
-) -> HostedCall:
-    """Return the call of an HTTP request or a WebSocket."""
-    request = HostedRequest(scope, first)
-    request.call = call = HostedCall(number, frames, metadata, request)
-    return call
 
 
 class HostedRequest(Work, Waiters):
@@ -169,15 +146,13 @@ class HostedRequest(Work, Waiters):
     def accept(self, message: Message, size: int) -> None:
         """Take a message of the client, which counts `size` bytes in its window."""
         self._inputs.append((message, size))
-        if self.futures:
-            self.wake()
+        self.wake()
 
     def close(self) -> None:
         """Have `receive` report the disconnect: the client is gone."""
         self._is_gone = True
         self.is_heard = self.is_heard or self._is_http
-        if self.futures:
-            self.wake()
+        self.wake()
 
     async def _receive(self) -> Message:
         if self._first is not None and not self.has_answer:
@@ -234,8 +209,7 @@ class HostedRequest(Work, Waiters):
     def note_answer(self) -> None:
         """Note that the answer is complete: a `receive` that waits reports the disconnect."""
         self.has_answer = True
-        if self.futures:
-            self.wake()
+        self.wake()
 
     def take_answer(self) -> Content | None:
         """Return the complete response if it is yet to be sent."""
@@ -244,8 +218,7 @@ class HostedRequest(Work, Waiters):
 
     def flush(self) -> None:
         """Send the response that is held back for the last frame."""
-        if (answer := self._answer) is not None:
-            self._answer = None
+        if (answer := self.take_answer()) is not None:
             self.call.frames.post(Kind.RESPONSE, self.call.number, answer)
 
     async def _stream(self, message: Message) -> None:

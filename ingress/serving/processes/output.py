@@ -61,9 +61,13 @@ class LogLines(logging.Handler):
 
 def levels() -> dict[str, int]:
     """Return the levels of this process's loggers, for a child."""
-    known = list(logging.root.manager.loggerDict.items())
-    found = {name: each.level for name, each in known if isinstance(each, logging.Logger)}
-    return {"": logging.root.level} | {name: level for name, level in found.items() if level}
+    return {"": logging.root.level} | {each.name: each.level for each in _loggers() if each.level}
+
+
+def _loggers() -> list[logging.Logger]:
+    """Return the loggers of this process, without the root's."""
+    known = list(logging.root.manager.loggerDict.values())
+    return [each for each in known if isinstance(each, logging.Logger)]
 
 
 def take_over(handler: LogLines, levels: Mapping[str, int]) -> None:
@@ -74,9 +78,7 @@ def take_over(handler: LogLines, levels: Mapping[str, int]) -> None:
     """
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    known = [each for each in list(logging.root.manager.loggerDict.values())
-             if isinstance(each, logging.Logger)]  # fmt: skip
-    for each in (logging.root, *known):
+    for each in (logging.root, *_loggers()):
         for old in list(each.handlers):
             if old is not handler:
                 each.removeHandler(old)

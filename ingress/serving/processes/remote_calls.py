@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from anyio import CancelScope
@@ -15,27 +16,30 @@ from anyio import CancelScope
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.channel import MAX_ITEMS, RESPONSE_BYTES
 from ingress.core.calls.retries import NotBegunError
-from ingress.serving.processes.crossing import unpickled_error, unreadable
+from ingress.exceptions import RayServeException
+from ingress.serving.processes.crossing import read, unpickled_error, unreadable
 from ingress.serving.processes.frames import Buffers, FrameError, Frames, dumps, loads
 from ingress.serving.processes.messages import (
     RESPONSE_BODY,
     Kind,
+    SendWindow,
+    Taken,
+    Waiters,
     message_of,
     response_messages,
     trace_id_in,
     unknown,
 )
-from ingress.serving.processes.window import SendWindow, Taken
 
 _CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the stream"}
 _MOST_ARRIVED = 4 * MAX_ITEMS  # the window, and complete responses, which count in none
 
 
-class RemoteWork:
+class RemoteWork(Waiters):
     """One call in a child, from its frame to its end. Owned by the loop of the frames."""
 
     __slots__ = (
-        "_arrived", "_size", "_taken", "_waiter", "call", "can_move", "error", "frames",
+        "_arrived", "_size", "_taken", "call", "can_move", "error", "frames",
         "has_heard", "is_over", "number", "value", "window",
     )  # fmt: skip
 
@@ -52,7 +56,7 @@ class RemoteWork:
         self._arrived: list[Any] = []  # messages of a response, or items
         self._size = 0  # of what has arrived, in bytes
         self._taken = Taken(RESPONSE_BYTES) if kind == Kind.HTTP else Taken()
-        self._waiter: asyncio.Future[None] | None = None
+        self.futures = ()
 
     def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:
         """Take a frame of the process that does the work."""
@@ -102,12 +106,12 @@ class RemoteWork:
                 raise unknown(kind)
         if len(self._arrived) > _MOST_ARRIVED:
             raise FrameError("more messages of a call than there was room for")
-        self._wake()
+        self.wake()
 
     def fail(self, error: Exception) -> None:
         """Have `take` raise an error, although the work goes on."""
         self.error = error
-        self._wake()
+        self.wake()
 
     def end(self, value: object = None, error: BaseException | None = None) -> None:
         self.value = value
@@ -115,16 +119,12 @@ class RemoteWork:
             self.error = error
         self.is_over = True
         self.window.close()
-        self._wake()
+        self.wake()
 
     def give(self) -> None:
         """Tell the child that what was taken last is used up."""
         if not self.is_over:
             self._taken.tell(self.frames, self.number)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     async def take(self) -> list[Any]:
         """Return what has arrived, and nothing at the end. Raises the work's error."""
@@ -133,8 +133,7 @@ class RemoteWork:
                 raise self.error
             if self.is_over:
                 return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self.wait()
         taken, self._arrived = self._arrived, []
         self._taken.add(len(taken), self._size)
         self._size = 0
@@ -143,8 +142,7 @@ class RemoteWork:
     async def outcome(self) -> Any:
         """Return the value of work without messages, or raise its error."""
         while not self.is_over:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self.wait()
         if self.error is not None:
             raise self.error
         return self.value
@@ -164,11 +162,8 @@ class RemoteWork:
         # Shielded, because a cancelled AnyIO scope cancels again on every turn of the loop.
         with CancelScope(shield=True):
             while not self.is_over:
-                self._waiter = asyncio.get_running_loop().create_future()
-                try:
-                    await self._waiter
-                except asyncio.CancelledError:
-                    pass
+                with suppress(asyncio.CancelledError):
+                    await self.wait()
 
 
 class RemoteCall(asyncio.Future[None]):
@@ -200,11 +195,10 @@ class RemoteCall(asyncio.Future[None]):
         """Take a frame of the process that does the work. Raises `FrameError`."""
         if kind == Kind.DONE:
             value, error = None, None
-            if content:
-                try:
-                    value = loads(content, buffers)
-                except Exception as problem:
-                    error = unreadable("the result", problem)
+            try:
+                value = read("the result", content, buffers) if content else None
+            except RayServeException as problem:
+                error = problem
             self.end(value, error)
         elif kind == Kind.FAILED:
             self.end(error=unpickled_error(content))

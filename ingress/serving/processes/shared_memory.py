@@ -115,14 +115,11 @@ class Segments:
 
     def drop_idle(self) -> list[int]:
         """Drop the segments that have been free since the last look; return their numbers."""
-        kept: list[_Segment] = []
-        dropped: list[_Segment] = []
+        idle = [each for each in self._segments if each.memory[0] == _FREE and not each.is_fresh]
+        self._segments = [each for each in self._segments if each not in idle]
         for each in self._segments:
-            is_idle = each.memory[0] == _FREE and not each.is_fresh
-            (dropped if is_idle else kept).append(each)
             each.is_fresh = False
-        self._segments = kept
-        return [each.number for each in dropped]
+        return [each.number for each in idle]
 
     def lose(self, place: memoryview) -> None:
         """Drop the segment of a place: its receiver could not map it, and never marks it free."""
