@@ -18,11 +18,10 @@ from ingress.config import HTTPOptions
 from ingress.core.base.settings import Settings
 from ingress.engines import local_engine
 from ingress.observe.inspection import explain
-from ingress.observe.timeline.chrome import as_json
+from ingress.observe.timeline.chrome import as_json, check_writable
 from ingress.observe.timeline.instrumentation import record
 from ingress.observe.timeline.picture import as_svg, summary
 from ingress.observe.timeline.recorder import Recorder, Timeline
-from ingress.observe.timeline.window import check_writable
 
 AT_ONCE = 32
 """Default number of concurrent requests."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ingress.observe.timeline.window import Window
+    from ingress.observe.timeline.chrome import Window
     from ingress.serving.control.factories import Instrument
     from ingress.serving.http.admin_address import AdminOptions
     from ingress.state.server import Server
@@ -39,7 +39,7 @@ def listen(server: Server, options: AdminOptions, /) -> tuple[str, Callable[[], 
 def record(path: str, /) -> tuple[Window, Instrument]:
     """Start a recording to a file. Returns it, and the instrument that records."""
     from ingress.observe.timeline import instrumentation
-    from ingress.observe.timeline.window import Window
+    from ingress.observe.timeline.chrome import Window
 
     window = Window(path)
     return window, partial(instrumentation.record, window.recorder)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import ingress as serve
-from ingress.observe.admin import app
+from ingress.observe.admin import listener as admin
 from ingress.observe.admin.listener import AdminListener
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.state.server import Snapshot
@@ -287,9 +287,9 @@ def test_after_wrong_tokens_an_address_has_to_wait(monkeypatch: pytest.MonkeyPat
             return [get(port, "/api/snapshot", each).status for each in headers]
 
         assert statuses(*[""] * 20, right) == [401] * 20 + [200]  # none is no wrong one
-        wrong = [f"Authorization: Bearer {number:016}\r\n" for number in range(app.MOST_WRONG)]
-        assert statuses(*wrong, wrong[0], right) == [401] * app.MOST_WRONG + [429, 429]
-        assert 0 < int(get(port, "/metrics", right).headers["retry-after"]) <= app.PERIOD_S
+        wrong = [f"Authorization: Bearer {number:016}\r\n" for number in range(admin.MOST_WRONG)]
+        assert statuses(*wrong, wrong[0], right) == [401] * admin.MOST_WRONG + [429, 429]
+        assert 0 < int(get(port, "/metrics", right).headers["retry-after"]) <= admin.PERIOD_S
         assert statuses("") == [401]
         with socket.socket() as other:  # of another address, which need not wait
             other.bind(("127.0.0.2", 0))
@@ -297,10 +297,10 @@ def test_after_wrong_tokens_an_address_has_to_wait(monkeypatch: pytest.MonkeyPat
             other.sendall(f"GET /metrics HTTP/1.1\r\nHost: a\r\n{right}\r\n".encode())
             assert other.recv(100).startswith(b"HTTP/1.1 200 ")
 
-    monkeypatch.setattr(app, "PERIOD_S", 0.0)  # it is over at once
+    monkeypatch.setattr(admin, "PERIOD_S", 0.0)  # it is over at once
     with listening(AdminOptions("0.0.0.0:0", TOKEN)) as listener:
         port = port_of(listener)
-        assert statuses(*wrong, *wrong, right) == [401] * 2 * app.MOST_WRONG + [200]
+        assert statuses(*wrong, *wrong, right) == [401] * 2 * admin.MOST_WRONG + [200]
 
 
 @pytest.mark.reliability("S12")

@@ -34,7 +34,7 @@ from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
 from ingress.observe.admin.exposition import exposition
 from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM
-from ingress.observe.admin.source import as_json
+from ingress.observe.admin.listener import as_json
 from ingress.state.applications import ApplicationSnapshot
 from ingress.state.deployments import DeploymentSnapshot, HTTPCount, ReplicaSnapshot
 from ingress.state.server import ProcessSnapshot, Snapshot, merged, snapshot_of

@@ -27,7 +27,7 @@ from ingress.core.base.settings import (
 from ingress.core.execution.threads import WorkerThreads
 from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError, RequestCancelledError
-from ingress.observe.timeline.chrome import as_json, merged
+from ingress.observe.timeline.chrome import Window, as_json, merged
 from ingress.observe.timeline.instrumentation import record as record_with
 from ingress.observe.timeline.picture import SHOWN, as_svg
 from ingress.observe.timeline.recorder import (
@@ -41,7 +41,6 @@ from ingress.observe.timeline.recorder import (
     waits_of,
 )
 from ingress.observe.timeline.sampling import record as sampled
-from ingress.observe.timeline.window import Window
 from ingress.serving.control.factories import Factories
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from ingress.core.base.counters import Exemplar, Latency
 from ingress.observe.admin.exposition import exposition
-from ingress.observe.admin.source import as_json
+from ingress.observe.admin.listener import as_json
 from ingress.state.deployments import HTTPCount
 from ingress.state.server import Snapshot, merged
 from tests.fakes import together

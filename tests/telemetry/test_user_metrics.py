@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 import ingress as serve
 from ingress.core.base.counters import MAX_ENDED, UserMetric, UserSeries
 from ingress.observe.admin.exposition import exposition
-from ingress.observe.admin.source import as_json
+from ingress.observe.admin.listener import as_json
 from ingress.state.server import Snapshot
 from ingress.telemetry.metrics.series import MAX_SERIES, collected, replica_ended, take
 from tests.fakes import together

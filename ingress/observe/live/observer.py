@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol, Self, TypedDict
 
-from ingress.observe.live.configuration import Configuration
 from ingress.observe.live.history import Growth, History, Series, deployments_of
+from ingress.observe.live.part import Configuration
 from ingress.observe.live.problems import LOGGED, add_problems, is_growing
 from ingress.observe.live.view import Problem, View, view_of
 from ingress.observe.timeline.sampling import merged_traces
