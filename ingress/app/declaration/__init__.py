@@ -3,7 +3,7 @@
     declaration      `Deployment`, and `Application`, which is also an ASGI app; start here
     build            the tree, flattened into named deployments
     cluster_options  the options that one process cannot fulfil
-    references       the name of a class for another process
+    names            the rules for names, and the name of a class for another process
     module_app       `MODULE:APP`, the name of an application outside of Python
 
 It imports `asgi`, `batching` and the folders below them; it never runs user code.

@@ -1,11 +1,13 @@
-"""The rules for the name and prefix of an application; and the names of a class's methods."""
+"""The names of applications, of the methods of a class, and of a deployment's class or function."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
+from ingress.app.declaration.declaration import Application, Deployment
 from ingress.exceptions import RayServeException
 
 
@@ -49,3 +51,27 @@ class PublicMethods:
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(name for name in {*dir(self._cls), *self._own} if name in self))
+
+
+def names_of(module: ModuleType, target: type | FunctionType) -> Iterator[str]:
+    """Yield the names under which a module has a class or function, its own first."""
+    if found_in(module, target.__qualname__) is target:
+        yield target.__qualname__
+    yield from (name for name, each in list(vars(module).items()) if _behind(each) is target)
+
+
+def found_in(module: ModuleType, name: str) -> type | FunctionType | None:
+    """Return the class or function of that name; `None` if the module has none."""
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return _behind(found)
+
+
+def _behind(found: object) -> type | FunctionType | None:
+    """Return the class or function of a deployment or application, or the object if it is one."""
+    if isinstance(found, Application):
+        found = found.deployment
+    if isinstance(found, Deployment):
+        return found.func_or_class
+    return found if inspect.isclass(found) or inspect.isfunction(found) else None

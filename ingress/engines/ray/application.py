@@ -21,8 +21,7 @@ from ray import serve as ray_serve
 
 from ingress.app.batching.batching import warn_of_capacity
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment, fill
-from ingress.app.declaration.names import PublicMethods
-from ingress.app.declaration.references import names_of
+from ingress.app.declaration.names import PublicMethods, names_of
 from ingress.core.base.signatures import signature_of
 from ingress.engines.ray.lowering import options_for_ray
 from ingress.engines.ray.messages import ByPath, ReplicaSpec

@@ -8,7 +8,7 @@ from importlib import import_module
 from time import monotonic
 from types import FunctionType
 
-from ingress.app.declaration.references import found_in
+from ingress.app.declaration.names import found_in
 from ingress.core.base.types import RequestMetadata
 from ingress.serving.processes.code import ByValue
 

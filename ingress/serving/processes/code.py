@@ -24,7 +24,7 @@ from typing import Any
 from starlette.datastructures import State
 
 from ingress.app.declaration.build import BuiltDeployment
-from ingress.app.declaration.references import found_in, names_of
+from ingress.app.declaration.names import found_in, names_of
 from ingress.serving.processes.frames import dumps, loads
 from ingress.telemetry.mistakes import last_line as described
 
