@@ -19,7 +19,7 @@ from ingress.core.base.settings import Settings
 from ingress.core.calls.deadlines import Deadlines, deadlines_of
 from ingress.core.calls.loops import EventLoopThread, NewLoop, new_event_loop
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
-from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
+from ingress.core.execution.threads import LoopExecutor, lend_executor
 from ingress.engines.views import Recording, record
 from ingress.serving.control.factories import Instrument
 from ingress.telemetry.watchdog import WATCHDOG

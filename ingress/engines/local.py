@@ -22,7 +22,7 @@ from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import Call, when_all_settled
 from ingress.core.calls.loops import Wakeup, run_blocking
 from ingress.core.calls.notable import NOTABLE
-from ingress.core.execution.loop_executor import lend_executor
+from ingress.core.execution.threads import lend_executor
 from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_http import EngineHTTP
 from ingress.engines.engine_threads import EngineThreads

@@ -1,9 +1,9 @@
 """Execution of user code: on the event loop, in a worker thread, or in a lane.
 
     execution    the rule, the plan of one callable, and the containment of its errors; start here
-    threads      a bounded pool of worker threads
+    threads      a bounded pool of worker threads, and the executor of a user loop
     lanes        `@serve.method` and `lanes=`; lane_pools: all threads of one replica
-    loop_executor, unreadable
+    unreadable   errors whose attributes cannot be read
 
 It imports `calls`, `config`, `exceptions` and `base`.
 """

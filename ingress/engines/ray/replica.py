@@ -55,7 +55,7 @@ from ingress.core.base.types import (
 from ingress.core.calls.call import Call
 from ingress.core.calls.channel import Channel
 from ingress.core.calls.loops import run_on
-from ingress.core.execution.loop_executor import lend_executor
+from ingress.core.execution.threads import lend_executor
 from ingress.engines.ray.calls import RayDirectory, RayHandle, portable, use_here
 from ingress.engines.ray.messages import HOOKS, ReplicaSpec, as_arrived
 from ingress.exceptions import DeploymentUnavailableError

@@ -21,8 +21,7 @@ import pytest
 
 from ingress.core.calls.loops import BorrowedLoop
 from ingress.core.execution import threads
-from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
-from ingress.core.execution.threads import WorkerPool, WorkerThreads
+from ingress.core.execution.threads import LoopExecutor, WorkerPool, WorkerThreads, lend_executor
 from ingress.exceptions import StreamClosedError
 from tests.servers import PATIENCE_S, run_python, turns, until, wait_until
 
@@ -613,7 +612,7 @@ def test_a_lent_executor_is_lent_once_and_its_idle_threads_can_go(
 STUCK = """
 import asyncio, contextlib, sys, threading
 from ingress.core.calls.loops import BorrowedLoop, EventLoopThread
-from ingress.core.execution.loop_executor import LoopExecutor, lend_executor
+from ingress.core.execution.threads import LoopExecutor, lend_executor
 from ingress.core.execution.threads import WorkerPool
 began = threading.Event()
 def stuck():
