@@ -347,6 +347,22 @@ def _warn_of_def_on_loop(func: Callable[..., object], name: str) -> None:
         logger.warning("%s", text)
 
 
+_FIXED: Mapping[Role, tuple[ExecutionMode, str]] = {
+    Role.FRAMEWORK: (ExecutionMode.ANYIO, "Starlette runs def with AnyIO"),
+    Role.ASGI: (ExecutionMode.EVENT_LOOP, "ASGI calls it on the loop"),
+    Role.STREAM: (ExecutionMode.THREADPOOL, "one thread iterates it from end to end"),
+    Role.LIFECYCLE: (ExecutionMode.EVENT_LOOP, "constructors run on the loop"),
+    Role.UNLOAD: (ExecutionMode.THREADPOOL, "models are unloaded in a threadpool"),
+}
+"""The places of a `def` that `@serve.method` does not change, with their reasons."""
+
+_USUAL: Mapping[Role, tuple[ExecutionMode, str]] = {
+    Role.ENDPOINT: (ExecutionMode.THREADPOOL, "FastAPI runs def in a threadpool"),
+    Role.BATCH: (ExecutionMode.THREADPOOL, "a def batch function runs in a threadpool"),
+}
+"""The places of a `def` without `@serve.method`."""
+
+
 def plan(
     func: Callable[..., object],
     role: Role,
@@ -367,28 +383,18 @@ def plan(
     lane = ""
     if written.is_async:
         mode, reason = ExecutionMode.EVENT_LOOP, "async def"
-    elif role is Role.FRAMEWORK:
-        mode, reason = ExecutionMode.ANYIO, "Starlette runs def with AnyIO"
-    elif role is Role.ASGI:
-        mode, reason = ExecutionMode.EVENT_LOOP, "ASGI calls it on the loop"
-    elif role is Role.STREAM:
-        mode, reason = ExecutionMode.THREADPOOL, "one thread iterates it from end to end"
-    elif role is Role.LIFECYCLE:
-        mode, reason = ExecutionMode.EVENT_LOOP, "constructors run on the loop"
-        if lanes is not None and lanes.is_serial:
-            mode, reason = ExecutionMode.SERIAL, "its class has a method in the serial thread"
-    elif role is Role.UNLOAD:
-        mode, reason = ExecutionMode.THREADPOOL, "models are unloaded in a threadpool"
+    elif role is Role.LIFECYCLE and lanes is not None and lanes.is_serial:
+        mode, reason = ExecutionMode.SERIAL, "its class has a method in the serial thread"
+    elif role in _FIXED:
+        mode, reason = _FIXED[role]
     elif override is not None:
         mode, lane, reason = override.mode, override.lane, str(override)
-    elif role is Role.ENDPOINT:
-        mode, reason = ExecutionMode.THREADPOOL, "FastAPI runs def in a threadpool"
-    elif role is Role.BATCH:
-        mode, reason = ExecutionMode.THREADPOOL, "a def batch function runs in a threadpool"
+    elif role in _USUAL:
+        mode, reason = _USUAL[role]
     else:
         mode = ExecutionMode.THREADPOOL if sync_in_threadpool else ExecutionMode.EVENT_LOOP
         reason = f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={int(sync_in_threadpool)}"
-        warns = not sync_in_threadpool and not _is_builtin(func)
+        warns = not sync_in_threadpool and code_of(func) is not None  # a builtin has no code
     made = ExecutionPlan(func, written, mode, reason, name_of(func), pool, warns)
     if mode in (ExecutionMode.THREADPOOL, ExecutionMode.SERIAL):
         _take_threads(made, lane, lanes)
@@ -512,10 +518,6 @@ def may_leave(error: BaseException) -> bool:
     task = _current_task()
     is_cancellation = issubclass(type(error), asyncio.CancelledError)
     return task is None or (is_cancellation and task.cancelling() > 0)
-
-
-def _is_builtin(func: Callable[..., object]) -> bool:
-    return code_of(func) is None
 
 
 def _current_task() -> asyncio.Task[object] | None:
