@@ -12,18 +12,15 @@ import inspect
 import linecache
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterable
-from os.path import dirname
 from traceback import FrameSummary, StackSummary
 from types import CodeType
 
+from ingress.core.base.libraries import is_library
 from ingress.core.execution.unreadable import readable
 from ingress.telemetry.tracebacks import fitting, remote_of, without_frames
 
-_PACKAGE = dirname(dirname(__file__))
-_LIBRARIES = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
 _CAUSE = "which caused:\n"
 _FRAME = re.compile(r'  File "(.*)", line (\d+)')
 _MOST = 24  # lines of frames
@@ -134,4 +131,4 @@ def _is_users(frame: FrameSummary) -> bool:
 
 def is_users(file: str) -> bool:
     """Return whether a file is the author's own, by its name."""
-    return not (file.startswith((_PACKAGE, "<")) or file.startswith(_LIBRARIES))
+    return not (file.startswith("<") or is_library(file))

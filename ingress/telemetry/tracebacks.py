@@ -65,8 +65,12 @@ class ExplainingNote(str):
 
 def explanation_of(error: BaseException) -> ExplainingNote | None:
     """Return the explanation among the notes of an error, `None` if it has none."""
-    notes = getattr(error, "__notes__", ())
-    return next((each for each in notes if isinstance(each, ExplainingNote)), None)
+    return next((each for each in _notes(error) if isinstance(each, ExplainingNote)), None)
+
+
+def _notes(error: BaseException) -> Sequence[object]:
+    notes = getattr(error, "__notes__", None)  # user code may set anything
+    return notes if isinstance(notes, list | tuple) else ()
 
 
 class RemoteTraceback(str):
@@ -87,17 +91,12 @@ class RemoteTraceback(str):
 
 def notes_of(error: BaseException) -> Sequence[object]:
     """Return the notes of an error that are not `RemoteTraceback`."""
-    notes = getattr(error, "__notes__", None)
-    if not isinstance(notes, list | tuple):
-        return ()
-    return [each for each in notes if not isinstance(each, RemoteTraceback)]
+    return [each for each in _notes(error) if not isinstance(each, RemoteTraceback)]
 
 
 def remote_of(error: BaseException) -> RemoteTraceback | None:
     """Return the note with the frames of other processes, `None` if there is none."""
-    notes = getattr(error, "__notes__", None)
-    notes = notes if isinstance(notes, list | tuple) else ()
-    return next((each for each in notes if isinstance(each, RemoteTraceback)), None)
+    return next((each for each in _notes(error) if isinstance(each, RemoteTraceback)), None)
 
 
 def format_error(error: BaseException) -> str:

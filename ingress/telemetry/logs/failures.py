@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from contextvars import copy_context
-from os.path import dirname
 from traceback import walk_tb
-from types import FrameType
 
+from ingress.core.base.libraries import is_ours
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.execution.unreadable import traceback_of
 from ingress.telemetry.logs.identity import RequestFilter
@@ -18,7 +17,6 @@ FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
 
 _server_logger = logging.getLogger("uvicorn.error")
 _IDENTITY = RequestFilter()
-_PACKAGE = dirname(dirname(dirname(__file__)))
 
 
 def _with_short_traceback(record: logging.LogRecord) -> bool:
@@ -30,13 +28,11 @@ def _with_short_traceback(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
     if error is not None and not record.exc_text:
         frames = walk_tb(traceback_of(error))
-        if record.name == "ingress" or any(_is_here(frame) for frame, _ in frames):
+        if record.name == "ingress" or any(
+            is_ours(frame.f_code.co_filename) for frame, _ in frames
+        ):
             record.exc_text = format_error(error)
     return True
-
-
-def _is_here(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 for _name in ("ingress", "uvicorn.error"):
