@@ -119,11 +119,6 @@ def routes(source: Source, most_routes: int | None = None) -> Sequence[BaseRoute
     return [Route("/metrics", metrics), Route("/api/snapshot", snapshot)]
 
 
-def admin_app(source: Source, options: AdminOptions, more: Sequence[BaseRoute] = ()) -> ASGIApp:
-    """Return the app, with its guard. `more` are the routes of the page."""
-    return Guard(Starlette(routes=[*routes(source, options.metrics_routes), *more]), options)
-
-
 @dataclass(eq=False, slots=True)
 class WrongTokens:
     """The addresses that have sent wrong tokens lately. Used by the listener's loop only.
@@ -306,7 +301,7 @@ def _uvicorn(source: Source, options: AdminOptions, more: Sequence[BaseRoute]) -
     return HostedServer(
         # No log option: `Config` sets the loggers of the whole process, which has other servers.
         uvicorn.Config(
-            admin_app(source, options, more),
+            Guard(Starlette(routes=[*routes(source, options.metrics_routes), *more]), options),
             interface="asgi3",
             lifespan="off",
             ws="none",
