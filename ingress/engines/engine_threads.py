@@ -68,7 +68,7 @@ class EngineThreads:
 
     def stop(self) -> None:
         self._executor.shutdown()
-        self._executor.join(JOIN_S)
+        self._executor.threads.join(JOIN_S)
         for home in (self._user, self.router, self.control):
             if home is not None:
                 home.stop(JOIN_S)

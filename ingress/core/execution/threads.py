@@ -125,13 +125,6 @@ class WorkerThreads:
                         raise
         self._queue.put(call)
 
-    def retire_idle(self) -> None:
-        """Make idle threads end now instead of after `IDLE_S`."""
-        with self._lock:
-            idle = len(self._threads) - self._unfinished
-        for _ in range(idle):
-            self._queue.put(None)
-
     def close(self) -> None:
         """Accept no more calls; each thread ends when its current call returns."""
         with self._lock:
@@ -420,7 +413,7 @@ class LoopExecutor(ThreadPoolExecutor):
         loop: asyncio.AbstractEventLoop,
         make_threads: MakeThreads = WorkerThreads,
     ) -> None:
-        self._ingress_threads = make_threads(name, limit, loop, IDLE_S)
+        self.threads = make_threads(name, limit, loop, IDLE_S)
 
     def submit(self, fn: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
         future: Future[T] = Future()
@@ -441,24 +434,12 @@ class LoopExecutor(ThreadPoolExecutor):
             else:
                 future.set_result(result)
 
-        self._ingress_threads.submit(call)
+        self.threads.submit(call)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more calls. Never waits: `asyncio.run` would wait for a stuck call."""
-        self._ingress_threads.close()
-
-    @property
-    def is_alive(self) -> bool:
-        """Return whether one of its threads is alive, also after `shutdown`."""
-        return self._ingress_threads.are_alive
-
-    def retire_idle(self) -> None:
-        """Make idle threads end now."""
-        self._ingress_threads.retire_idle()
-
-    def join(self, timeout_s: float) -> bool:
-        return self._ingress_threads.join(timeout_s)
+        self.threads.close()
 
 
 _lent: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopExecutor]] = (
@@ -470,7 +451,7 @@ _lent_lock = threading.Lock()
 def lend_executor(loop: asyncio.AbstractEventLoop) -> LoopExecutor:
     """Make a `LoopExecutor` the default executor of a borrowed loop, once, for the loop's life.
 
-    The loop keeps the executor. When the framework stops using the loop, only idle threads end.
+    The loop keeps the executor, whose idle threads end by themselves.
     """
     with _lent_lock:
         lent = _lent.get(loop)

@@ -191,12 +191,14 @@ class ThreadHost:
         self.pools.shutdown()
         if self._executor is not None:
             self._executor.shutdown()
-            joins.append(("executor threads", self._executor.join))
+            joins.append(("executor threads", self._executor.threads.join))
         return [what for what, join in joins if not join(max(0.1, deadline - monotonic()))]
 
     def has_left(self) -> bool:
         is_alive = isinstance(self._home, EventLoopThread) and not self._home.has_ended
         executor = self._executor
         return not (
-            is_alive or self.pools.are_alive or (executor is not None and executor.is_alive)
+            is_alive
+            or self.pools.are_alive
+            or (executor is not None and executor.threads.are_alive)
         )

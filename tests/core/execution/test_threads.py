@@ -23,7 +23,7 @@ from ingress.core.calls.loops import BorrowedLoop
 from ingress.core.execution import threads
 from ingress.core.execution.threads import LoopExecutor, WorkerPool, WorkerThreads, lend_executor
 from ingress.exceptions import StreamClosedError
-from tests.servers import PATIENCE_S, run_python, turns, until, wait_until
+from tests.servers import PATIENCE_S, run_python, turns, until
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who")
 
@@ -55,7 +55,7 @@ def loop_executor(limit: int, loop: asyncio.AbstractEventLoop) -> Iterator[LoopE
     executor = LoopExecutor("executor", limit, loop)
     yield executor
     executor.shutdown()
-    assert executor.join(PATIENCE_S)
+    assert executor.threads.join(PATIENCE_S)
 
 
 def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,22 +303,6 @@ def test_a_call_submitted_while_a_thread_retires_always_runs(
             workers.submit(ran.set)
             assert ran.wait(PATIENCE_S)
             time.sleep(choice.random() * 0.0012)
-
-
-def test_retiring_idle_threads_takes_none_that_is_needed(switch_interval: None) -> None:
-    done = threading.Semaphore(0)
-
-    def submit() -> None:
-        for _ in range(500):
-            workers.submit(done.release)
-
-    with worker_threads(3) as workers:
-        submitter = threading.Thread(target=submit)
-        submitter.start()
-        while submitter.is_alive():
-            workers.retire_idle()
-        for _ in range(500):
-            assert done.acquire(timeout=PATIENCE_S)
 
 
 def test_closing_runs_what_was_submitted_and_refuses_the_rest() -> None:
@@ -592,21 +576,11 @@ def test_a_call_cancelled_before_it_begins_is_not_run(loop: asyncio.AbstractEven
     assert ran == []
 
 
-def test_a_lent_executor_is_lent_once_and_its_idle_threads_can_go(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_an_executor_is_lent_once(loop: asyncio.AbstractEventLoop) -> None:
     executor = lend_executor(loop)
     assert lend_executor(loop) is executor
     thread = loop.run_until_complete(loop.run_in_executor(None, threading.current_thread))
     assert thread.name.startswith("ingress-executor")
-
-    def retire() -> bool:
-        executor.retire_idle()  # a thread is idle shortly after its result is set
-        return executor.join(0.01)
-
-    wait_until(retire)
-    assert loop.run_until_complete(loop.run_in_executor(None, int)) == 0, "it still works"
-    wait_until(retire)
 
 
 STUCK = """
