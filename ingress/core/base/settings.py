@@ -191,9 +191,8 @@ class Settings:
     http_limits: HTTPLimits = HTTPLimits()
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Settings:
         """Read the variables. Raises `ValueError` with the variable and its value."""
-        env = os.environ if environ is None else environ
         _warn_of_misspelt(env)
         threshold_ms = _time(
             env, STALL_THRESHOLD_MS, "milliseconds", 100, off="to disable the watchdog"
@@ -359,9 +358,8 @@ def _warn_of_misspelt(env: Mapping[str, str]) -> None:
             warnings.warn_explicit(text, UserWarning, "<environment>", 1)
 
 
-def warn_of_unused(environ: Mapping[str, str] | None = None) -> None:
+def warn_of_unused(env: Mapping[str, str] = os.environ) -> None:
     """Warn, in one line and once, of variables of Ray Serve that have no effect in this process."""
-    env = os.environ if environ is None else environ
     _warn_of_misspelt(env)
     unused = sorted(
         name for name in env.keys() - _told - _KNOWN if name.startswith("RAY_SERVE_") and env[name]
@@ -394,12 +392,12 @@ def makes_spans() -> bool:
     return _flag(os.environ, TRACING, default=False)
 
 
-def trace_url(environ: Mapping[str, str] | None = None) -> str:
+def trace_url(env: Mapping[str, str] = os.environ) -> str:
     """Return the URL of one trace in the user interface of a tracing backend, "" for none.
 
     "{trace_id}" in it stands for the id. Raises `ValueError` for what is no such URL.
     """
-    value = (os.environ if environ is None else environ).get(TRACE_URL) or ""
+    value = env.get(TRACE_URL) or ""
     if value and not (
         re.match(r"https?://[^/{}\s]+/", value) and re.findall(r"{.*?}", value) == ["{trace_id}"]
     ):
@@ -418,14 +416,13 @@ def log_encoding() -> str | None:
     return _word(os.environ, LOG_ENCODING, ("TEXT", "JSON")) or None
 
 
-def engine_name(environ: Mapping[str, str] | None = None) -> str:
+def engine_name(env: Mapping[str, str] = os.environ) -> str:
     """Return the engine that the environment names. Raises `ValueError` for an unknown name."""
-    return _word(os.environ if environ is None else environ, ENGINE, ENGINES) or "local"
+    return _word(env, ENGINE, ENGINES) or "local"
 
 
-def start_method(environ: Mapping[str, str] | None = None) -> str:
+def start_method(env: Mapping[str, str] = os.environ) -> str:
     """Return how child processes start. Raises `ValueError` for what is not possible here."""
-    env = os.environ if environ is None else environ
     value = _word(env, START_METHOD, ("spawn", "forkserver")) or "spawn"
     if value == "forkserver" and sys.platform != "linux":
         raise ValueError(
@@ -435,9 +432,9 @@ def start_method(environ: Mapping[str, str] | None = None) -> str:
     return value
 
 
-def pins_cpus(environ: Mapping[str, str] | None = None) -> bool:
+def pins_cpus(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether child processes are pinned. Raises `ValueError` if that is not possible."""
-    pins = _flag(os.environ if environ is None else environ, PIN_CPUS, default=False)
+    pins = _flag(env, PIN_CPUS, default=False)
     if pins and not hasattr(os, "sched_setaffinity"):
         raise ValueError(
             f"{PIN_CPUS}=1 needs a system on which a process can choose its cores, as on Linux, "
