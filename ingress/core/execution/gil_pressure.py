@@ -72,7 +72,7 @@ class GILPressure:
 
     def begin(self) -> None:
         """Allow `expect`: the watchdog runs, and will see when the pressure has ended."""
-        self._reset_expected()
+        self.expected = THREADS if gil.is_on() else maxsize  # an import may turn it on later
 
     def end(self) -> None:
         """Restore the switch interval, because the watchdog ends."""
@@ -122,13 +122,10 @@ class GILPressure:
             self._restore()
 
     def _restore(self) -> None:
-        self._reset_expected()
+        self.begin()
         if self._set_s and sys.getswitchinterval() == self._set_s:
             sys.setswitchinterval(self._given_s)
         self._set_s = 0.0
-
-    def _reset_expected(self) -> None:
-        self.expected = THREADS if gil.is_on() else maxsize  # an import may turn it on later
 
     def _set(self, interval_s: float) -> None:
         """Set the switch interval, to no more than the process's own."""
