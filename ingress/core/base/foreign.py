@@ -11,7 +11,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import GetSetDescriptorType, MemberDescriptorType, WrapperDescriptorType
 from typing import Any, TypeVar
 
@@ -46,7 +46,9 @@ def mro_of(cls: type) -> tuple[type, ...]:
 
 def title_of(cls: type) -> str:
     """Return the full name of a class, whatever its metaclass answers."""
-    module = _module(cls)
+    module: object = None
+    with suppress(AttributeError):  # the body of the class has deleted it
+        module = _module(cls)
     return f"{module}.{_qualname(cls)}" if type(module) is str else str(_qualname(cls))
 
 

@@ -32,6 +32,16 @@ def test_an_unreadable_error_is_replaced_by_one_with_its_traceback(name: str) ->
     assert str(pickle.loads(pickle.dumps(standing))) == str(standing)
 
 
+def test_the_class_of_an_unreadable_error_may_have_no_module() -> None:
+    class Nowhere(Exception):
+        del __module__  # noqa: F821  # Python has put it there
+
+        def __bool__(self) -> bool:
+            raise ValueError
+
+    assert "Nowhere, whose attributes cannot be read" in str(readable(Nowhere()))
+
+
 def test_a_readable_error_is_not_replaced() -> None:
     class Odd(Exception):
         __suppress_context__ = True
