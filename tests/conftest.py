@@ -112,6 +112,16 @@ def stalls_are_quiet() -> Iterator[None]:
     logger.removeFilter(_is_no_stall)
 
 
+@pytest.fixture(autouse=True)
+def uvicorn_is_quiet() -> Iterator[None]:
+    """Restore the levels of uvicorn's loggers, which each of its servers may set."""
+    loggers = [logging.getLogger(name) for name in ("uvicorn", "uvicorn.error", "uvicorn.access")]
+    levels = [each.level for each in loggers]
+    yield
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
+
+
 def _is_no_stall(record: logging.LogRecord) -> bool:
     return not hasattr(record, "stall")
 

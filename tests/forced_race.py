@@ -21,7 +21,7 @@ from typing import Any
 
 from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.core.calls.call import Call
-from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.reply import Reply
 from ingress.serving.http.work import HTTPWork
 from ingress.serving.replicas.router import Router
 
@@ -41,7 +41,7 @@ class Node:
 def make(kind: str) -> Call | HTTPWork:
     metadata = RequestMetadata("id", DEPLOYMENT, route="/")
     unused: Any = None
-    reply = HTTPReply(metadata, Router(DEPLOYMENT), {"type": "http"}, unused, unused)
+    reply = Reply(metadata, Router(DEPLOYMENT), {"type": "http"}, unused, unused)
     return reply.work if kind == "HTTPWork" else reply.call
 
 

@@ -59,7 +59,7 @@ BEGUN = {
 """The requests and calls that wait for the latch once all have begun."""
 
 KINDS = {
-    *("HTTPReply", "Attempts", "WebSocketReply", "HTTPWork", "Call", "Invocation"),
+    *("Reply", "Attempts", "WebSocketReply", "HTTPWork", "Call", "Invocation"),
     *("DeploymentResponse", "DeploymentResponseGenerator"),
     *("BatchQueue", "Batcher", "Item", "Models", "_Cache", "_Model"),
     *("Channel", "Client", "Deadlines", "Wakeup", "Mailbox", "Router", "Replica", "UserCode"),

@@ -1,6 +1,6 @@
 """A replica's process: Ray calls ingress, which runs the user's code as in one process.
 
-    Ray's proxy  -> HTTPReplica, an ASGI app -> HTTPReply  -+
+    Ray's proxy  -> HTTPReplica, an ASGI app -> Reply  -----+
     Ray's router -> RemoteMethod             -> Invocation -+-> Router -> Replica -> user code
 
 Ray sees a class with only `async def` methods. Ingress's `Replica` runs the `def` methods, lanes,
@@ -61,7 +61,7 @@ from ingress.engines.ray.messages import HOOKS, ReplicaSpec, as_arrived
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
 from ingress.serving.http.in_flight import InFlight
-from ingress.serving.http.reply import HTTPReply as Reply
+from ingress.serving.http.reply import Reply
 from ingress.serving.http.request_head import REQUEST_ID_HEADER, content_length, read_head
 from ingress.serving.http.websocket import WebSocketReply
 from ingress.serving.replicas.replica import Replica

@@ -39,8 +39,8 @@ class Body:
     """The body of one request; its `receive` replaces the server's. Owned by the HTTP loop.
 
     `is_open` becomes false with its last message; it is false before the first one if there should
-    be no body. `error` is set once the body is too large, maybe
-    by its Content-Length alone: from then on its client counts as gone.
+    be no body. `error` is set once the body is too large, maybe by its Content-Length alone: from
+    then on its client counts as gone. `is_read_ahead`: read before the request takes a slot.
     """
 
     __slots__ = (
@@ -53,10 +53,17 @@ class Body:
         "_size",
         "error",
         "is_open",
+        "is_read_ahead",
     )
 
     def __init__(
-        self, receive: Receive, limits: HTTPLimits, length: bytes = b"", *, is_open: bool = True
+        self,
+        receive: Receive,
+        limits: HTTPLimits,
+        length: bytes = b"",
+        *,
+        is_open: bool = True,
+        is_read_ahead: bool = True,
     ) -> None:
         self._receive = receive
         self._limits = limits
@@ -65,6 +72,7 @@ class Body:
         self._idle_since: float | None = None
         self._awaited_s = self._looked_at = 0.0
         self.is_open = is_open
+        self.is_read_ahead = is_read_ahead
         self.error: RequestBodyTooLargeError | None = None
         limit = limits.max_body_size
         if limit is not None and length.isdigit() and int(length[:_DIGITS]) > limit:
@@ -74,6 +82,17 @@ class Body:
     def may_be_too_large(self) -> bool:
         """Return whether a part that is yet to come may be refused."""
         return self._limits.max_body_size is not None
+
+    def may_be_taken(self, size: int) -> bool:
+        """Return whether a body of this size, which is here as a whole, may be read at once."""
+        limit = self._limits.max_body_size
+        return self.is_read_ahead and self.error is None and (limit is None or size <= limit)
+
+    def waits_to_be_asked(self, scope: Scope) -> bool:
+        """Return whether the client sends it once it is asked to: reading asks for it."""
+        if self.is_read_ahead or not self.is_open:
+            return False
+        return any(name == b"expect" for name, _ in scope["headers"])
 
     @property
     def transport(self) -> Any:

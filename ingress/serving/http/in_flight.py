@@ -10,15 +10,21 @@ The proxy of this process and the replicas on Ray serve with it.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
+from threading import get_ident
 from time import monotonic
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi.responses import error_response, refusal_of
-from ingress.core.calls.call import CURRENT_CALL, Runner
+from ingress.core.base.counters import CLIENT_LEFT, LATENCY_BUCKETS_MS
+from ingress.core.base.types import DeploymentID, RequestMetadata
+from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, NO_WORK, Call, Runner
 from ingress.core.calls.deadlines import deadlines_of
+from ingress.core.calls.tracing import TRACING, note_exemplar
 from ingress.serving.http import uvicorn_connection
+from ingress.serving.http.asgi_driver import respond
 from ingress.serving.http.asgi_messages import (
     GOING_AWAY,
     SERVICE_RESTART,
@@ -27,6 +33,7 @@ from ingress.serving.http.asgi_messages import (
 )
 from ingress.serving.http.body import answer_and_close
 from ingress.serving.http.reply import Reply
+from ingress.serving.replicas.ended_calls import keep
 from ingress.serving.replicas.router import Router
 from ingress.telemetry.logs import log_failure, logger
 
@@ -60,18 +67,17 @@ class InFlight:
         following: Reply | None = reply
         while following is not None:
             reply, following = following, None
-            self.replies.add(reply)
-            if self._watches and reply.loop not in self._swept:
-                self._begin_sweeps(reply.loop)
+            self.begin(reply)
             deadline = reply.call.metadata.deadline
             if deadline is not None:
                 deadlines_of(reply.loop).add(reply.call, deadline)
             try:
-                await reply.respond()
+                await respond(reply)
             except ClientDisconnect:
                 pass
             except Exception as error:
-                following = await reply.again(error)
+                if reply.attempts is not None:
+                    following = await reply.attempts.again(reply, error)
                 if following is None and not await self._is_answered(
                     error, reply, scope, receive, send
                 ):
@@ -80,7 +86,13 @@ class InFlight:
                 self.replies.discard(reply)
                 if deadline is not None:
                     deadlines_of(reply.loop).discard(reply.call)
-                reply.leave(scope if following is None else None)
+                leave(reply, scope if following is None else None)
+
+    def begin(self, reply: Reply) -> None:
+        """Add a reply to those in flight."""
+        self.replies.add(reply)
+        if self._watches and reply.loop not in self._swept:
+            self._begin_sweeps(reply.loop)
 
     async def _is_answered(
         self, error: Exception, reply: Reply, scope: Scope, receive: Receive, send: Send
@@ -165,9 +177,9 @@ class InFlight:
                 if now >= deadline or (now >= grace and reply.is_stream):
                     reply.stop()
                     if now >= grace + TAKING_S and reply.is_stream:
-                        reply.abort()
+                        reply.post(_abort, reply)
                 elif reply.is_stream:
-                    reply.disconnect(code)
+                    reply.post(reply.disconnect, code)
             if now >= deadline:
                 return
             await asyncio.sleep(0.01)
@@ -176,7 +188,7 @@ class InFlight:
         """Have the clients of a replica's WebSockets connect anew: code 1012. On any loop."""
         for each in list(self.replies):
             if each.call.runner is runner and not each.is_http and each.is_stream:
-                each.disconnect(SERVICE_RESTART)
+                each.post(each.disconnect, SERVICE_RESTART)
 
     def stop_on(self, runner: Runner) -> None:
         """Cancel the requests that a replica has begun. On any loop.
@@ -204,3 +216,55 @@ async def _send_error(
     else:
         await response(scope, receive, send)
     return response.status_code != 500
+
+
+def _abort(reply: Reply) -> None:
+    """Drop the connection if its client does not take what was sent to it."""
+    transport = uvicorn_connection.transport_of(reply.receive)
+    if transport is not None and transport.get_write_buffer_size():
+        transport.abort()
+
+
+def leave(reply: Reply, scope: Scope | None) -> None:
+    """Count a request, unless another attempt follows, and have its reply drop its call.
+
+    `scope` is the server's; `None` for an attempt. The call's user code may still run. If the reply
+    kept the call, both would wait for the garbage collector. Race with `drain` on another loop,
+    which may have found the reply just before: it finds a call that is settled.
+    """
+    call, reply.call = reply.call, _SETTLED
+    work = reply.work
+    route = work.label(call) if work.scope else work.route_label
+    del reply.work
+    if scope is None:
+        return
+    http, status = reply.router.http, reply.status or CLIENT_LEFT
+    method, thread = scope.get("method", "WS"), get_ident()
+    latency = http.by_label.get((thread, route, method, status))
+    if latency is None:
+        latency = http.of(thread, route, method, status)
+    # As `Latency.add`, whose call would cost every request.
+    latency_ms = (monotonic() - call.started_at) * 1e3
+    latency.total_ms += latency_ms
+    bucket = 0 if latency_ms <= 1.0 else bisect_left(LATENCY_BUCKETS_MS, latency_ms)
+    latency.buckets[bucket] += 1
+    if TRACING.tracer is not None:
+        note_exemplar(call, latency, bucket, latency_ms)
+    if not reply.status or (call.error is not None and call.was_cancelled()):
+        latency.cancelled += 1
+    if reply.status >= 500 and (call.error is None or call.runner is None):
+        _note_failure(reply, call)  # of which the replica does not know
+
+
+def _note_failure(reply: Reply, call: Call) -> None:
+    """Keep a request that was answered 5xx without an error of user code."""
+    error, replica = f"answered {reply.status}", ""
+    if call.error is not None:
+        error += f": {type(call.error).__name__}: {call.error}"
+    if call.runner is not None:
+        replica = call.runner.replica_id.unique_id
+    keep(call, replica, monotonic(), error)
+
+
+_SETTLED = Call(RequestMetadata("", DeploymentID("")), NO_WORK, NO_CONTEXT)
+_SETTLED.settle()

@@ -9,17 +9,19 @@ code has seen, for any method and for handles too.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from random import random
 from time import monotonic
 
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from ingress.core.base.settings import HTTPLimits
 from ingress.core.calls import retries
 from ingress.core.calls.deadlines import TIMEOUT_HEADER, earlier
 from ingress.core.calls.retries import RetryBudget
 from ingress.exceptions import ReplicaUnavailableError, RequestTimeoutError
+from ingress.serving.http.access import note_call
 from ingress.serving.http.reply import Reply
 from ingress.serving.http.request_head import USUAL_HEADERS, RoutingHeaders
 
@@ -87,7 +89,7 @@ class Attempts:
             chance=random(),
             withdraw=self._budget.withdraw,
         )
-        if pause_s is None or await failed.is_abandoned_within(pause_s):
+        if pause_s is None or await _leaves_within(pause_s, failed.receive):
             return None
         return self._next(failed)
 
@@ -100,7 +102,7 @@ class Attempts:
         self._number += 1
         self._began_at = self._began_at or failed.call.started_at
         failed.router.note_retry()
-        attempt = failed.repeated(self.scope(), deadline)
+        attempt = _repeated(failed, self.scope(), deadline)
         # A 408 names the time from here to the deadline: the limit that was passed.
         attempt.call.started_at = self._began_at if deadline == self._last_deadline else now
         return attempt
@@ -113,12 +115,34 @@ def _is_ours(failed: Reply, error: Exception) -> bool:
     """
     if isinstance(error, RequestTimeoutError):
         deadline = failed.call.metadata.deadline  # the replica may have been the first to notice
-        return failed.cut_by is not None or (deadline is not None and monotonic() >= deadline)
+        return failed.was_ended_by(error) or (deadline is not None and monotonic() >= deadline)
     if isinstance(error, ReplicaUnavailableError):
         # A replica that is stuck has given the request up.
         is_ending = failed.call.runner is not None and failed.call.runner.is_ending
         return is_ending or failed.was_ended_by(error)
     return False
+
+
+async def _leaves_within(seconds: float, receive: Receive) -> bool:
+    """Wait, after the whole body was read, and return whether the client leaves meanwhile."""
+    try:
+        async with asyncio.timeout(seconds):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def _repeated(failed: Reply, scope: Scope, deadline: float | None) -> Reply:
+    """Return another reply to the same request, with its body, from another replica."""
+    metadata = failed.call.metadata._replace(deadline=deadline)
+    other = Reply(metadata, failed.router, scope, failed.receive, failed.send)
+    other.first = failed.first
+    note_call(failed.send, other.call, failed.router.templates)
+    other.attempts = failed.attempts
+    other.call.runner = failed.call.runner  # the router prefers another replica
+    return other
 
 
 def client_deadline(scope: Scope, now: float) -> float | None:

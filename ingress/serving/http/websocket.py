@@ -21,9 +21,24 @@ from starlette.websockets import WebSocketDisconnect
 from ingress.core.calls.channel import YIELD_EVERY, Channel, EndOfStream
 from ingress.exceptions import is_cancellation
 from ingress.serving.http.access import DENIED, SWITCHED
+from ingress.serving.http.asgi_driver import work_ended
 from ingress.serving.http.asgi_messages import INTERNAL_ERROR, NORMAL
 from ingress.serving.http.reply import Reply
-from ingress.serving.http.reply_state import COMPLETE, GONE, LEFT, STARTED, ReplyState
+from ingress.serving.http.reply_state import (
+    ACCEPT,
+    BEGIN,
+    CLOSE,
+    COMPLETE,
+    EXCUSE,
+    FINISH,
+    GO,
+    GONE,
+    OVER,
+    RUNNING,
+    TELL,
+    WEBSOCKET,
+    Action,
+)
 from ingress.serving.http.uvicorn_connection import send_messages, transport_of, websocket_of
 
 # For a handler whose client is gone, to notice and to clean up.
@@ -36,19 +51,15 @@ class WebSocketReply(Reply):
     """The HTTP loop's side of one WebSocket. Owned by that loop."""
 
     is_http = False
-    __slots__ = ("_flushes_until", "_is_accepted", "_is_direct", "_unsent", "_websocket")
+    table = WEBSOCKET
+    __slots__ = ("_flushes_until", "_is_direct", "_unsent", "_websocket")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_accepted = False
         self._flushes_until: float | None = None
-        self._websocket = websocket_of(self._send)
+        self._websocket = websocket_of(self.send)
         self._is_direct = False  # messages are sent without the server's task
         self._unsent: list[Message] = []
-
-    def cut_late(self) -> None:
-        if not self.status:
-            super().cut_late()
 
     async def ends_by_itself(self) -> bool:
         """Wait until the handler has ended, and return whether it has.
@@ -62,49 +73,53 @@ class WebSocketReply(Reply):
             return False  # in the last case, the cancellation has ended the handler
         with anyio.move_on_after(HEARING_S, shield=True):
             await self._end_of_call()
-        if not self._is_over and self.state in (COMPLETE, GONE):
+        if self.state is COMPLETE or self.state is GONE:
             with anyio.move_on_after(CLEANUP_S, shield=True):
                 await self._end_of_call()
-        if self._is_over:  # a call that is cancelled is over before its clean-up
-            await self._work_ended()
-        return self._is_over
+        if self.state not in OVER:
+            return False
+        await work_ended(self)  # a call that is cancelled is over before its clean-up
+        return True
 
     async def _end_of_call(self) -> None:
-        while not self._is_over:
-            self._event = self.loop.create_future()
-            await self._event
+        while self.state not in OVER:
+            self.event = event = self.loop.create_future()
+            await event
 
-    async def conclude(self, state: ReplyState) -> None:
+    async def conclude(self, action: Action) -> None:
         failure = self.call.error
         stop_code = None if self._client is None else self._client.stop_code
-        is_over = state is GONE or stop_code is not None
-        is_stopped = failure is self.stopped_by
-        if failure is not None and is_over and (is_stopped or is_cancellation(failure)):
-            # Its reaction to the disconnect, or it was cancelled after that. A server would only
-            # log the first; a test expects what `receive` has raised.
-            is_received = isinstance(failure, WebSocketDisconnect) and failure.__context__ is None
-            if not is_received or self._websocket is not None or transport_of(self._receive):
-                failure = None
-        if self._is_accepted and state < COMPLETE:
+        is_excused = action is EXCUSE or stop_code is not None
+        if failure is not None and is_excused and self._is_a_reaction(failure):
+            failure = None
+        if action is CLOSE:
             code = stop_code or (NORMAL if failure is None else INTERNAL_ERROR)
             try:
-                await self._send({"type": "websocket.close", "code": code})
+                await self.send({"type": "websocket.close", "code": code})
             except OSError:
                 pass  # the client has left first
-        error = self.failure(failure, state)
-        if error is not None:
-            raise error
+        if failure is self.call.error:
+            await super().conclude(action)
+
+    def _is_a_reaction(self, failure: BaseException) -> bool:
+        """Return whether a handler's error follows from the disconnect of its client, or a stop."""
+        if failure is not self.ended_by and not is_cancellation(failure):
+            return False
+        # A server would only log what `receive` has raised; a test expects it.
+        is_received = isinstance(failure, WebSocketDisconnect) and failure.__context__ is None
+        return not is_received or self._websocket is not None or bool(transport_of(self.receive))
 
     async def pass_on(self, message: Message) -> None:
         kind = message["type"]
         if kind == "websocket.accept":
-            self._is_accepted = True
-            self.note_start(SWITCHED)
+            self.on(ACCEPT)
+            self.status = self.status or SWITCHED
         else:
-            self.note_start(message.get("status", DENIED))
-        if kind == "websocket.close" and self.state is STARTED:
-            self.state = COMPLETE
-        await self._send(message)
+            self.on(BEGIN)
+            self.status = self.status or message.get("status", DENIED)
+        if kind == "websocket.close":
+            self.on(FINISH)
+        await self.send(message)
 
     async def forward(self, outbound: Channel[Message]) -> None:
         """Send the messages of user code: without this task, while the server takes them at once.
@@ -114,9 +129,9 @@ class WebSocketReply(Reply):
         while True:
             if self._websocket is not None and not self._send_directly():
                 self._is_direct = True
-                self._event = self.loop.create_future()
+                self.event = event = self.loop.create_future()
                 try:
-                    await self._event
+                    await event
                 finally:
                     self._is_direct = False
             messages, self._unsent = self._unsent, []
@@ -130,7 +145,7 @@ class WebSocketReply(Reply):
             for each in messages:
                 await self.pass_on(each)
         except OSError:
-            self._on_disconnect()  # its handler notices when it sends or receives
+            self.on(GO)  # its handler notices when it sends or receives
 
     def _news_of_user_code(self) -> None:
         self.post(self._send_what_came)
@@ -162,7 +177,7 @@ class WebSocketReply(Reply):
 
     def watch(self, now: float) -> None:
         super().watch(now)
-        transport = transport_of(self._receive)
+        transport = transport_of(self.receive)
         if transport is None or not transport.is_closing():
             return
         # uvicorn closes a connection whose client answers no ping. Until its last byte is sent,
@@ -172,18 +187,23 @@ class WebSocketReply(Reply):
         elif now >= self._flushes_until:
             transport.abort()
 
-    def on_gone(self) -> None:
-        self.close()
-        self.loop.call_later(HEARING_S, self._cancel_unless_heard)
-
-    def _cancel_unless_heard(self) -> None:
+    def cancel_unless_heard(self) -> None:
         """Cancel a handler that has not noticed that its client is gone.
 
         Race with a handler that notices on its own loop just now: it is cancelled while it cleans
         up, as the handler of a request always is.
         """
-        if not self._is_over and self.state is not LEFT:
+        if self.state in RUNNING:
             if self.work.is_heard:
                 self.loop.call_later(CLEANUP_S, self.call.cancel)
             else:
                 self.call.cancel()
+
+
+def _tell(reply: WebSocketReply, _: Any) -> None:
+    reply.call.is_interrupted = True
+    reply.close()
+    reply.loop.call_later(HEARING_S, reply.cancel_unless_heard)
+
+
+WebSocketReply.performs = {**Reply.performs, TELL: _tell}

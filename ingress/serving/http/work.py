@@ -26,7 +26,15 @@ from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
 from ingress.exceptions import RayServeException, StreamClosedError
 from ingress.serving.http.asgi_messages import NORMAL, SERVICE_RESTART, channel_for, size_of
 from ingress.serving.http.client import Client
-from ingress.serving.http.reply_state import CUT, ReplyState
+from ingress.serving.http.reply_state import (
+    ABANDONED,
+    HEARD,
+    LATE,
+    SLOT,
+    Action,
+    ReplyEvent,
+    ReplyState,
+)
 from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.user_code import UserCode
 
@@ -34,8 +42,8 @@ from ingress.serving.replicas.user_code import UserCode
 class ServerSide(Protocol):
     """The server's side of a request, as user code's side sees it: a `Reply`.
 
-    Thread-safe: `client`, `disconnect`, `post` and `stop`. The other methods belong to the HTTP
-    loop, which gets them by `post` or its mailbox.
+    Thread-safe: `client`, `post` and `stop`. The other methods belong to the HTTP loop, which gets
+    them by `post` or its mailbox.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -45,8 +53,6 @@ class ServerSide(Protocol):
     first: Message | None
     state: ReplyState
     is_http: bool
-    streamed_at: float
-    answered_at: float
 
     @property
     def is_stream(self) -> bool: ...
@@ -59,7 +65,7 @@ class ServerSide(Protocol):
 
     def stop(self, error: RayServeException) -> None: ...
 
-    def serve_on(self, call: Call, runner: Runner) -> None: ...
+    def on(self, event: ReplyEvent, subject: Any = None) -> tuple[Action, ...]: ...
 
     def pump(self) -> None: ...
 
@@ -73,23 +79,18 @@ class ServerSide(Protocol):
 
     def close(self) -> None: ...
 
-    def cut_late(self) -> None: ...
-
-    def end_stream(self) -> None: ...
-
-    def lose(self) -> None: ...
-
 
 class HTTPWork(Work):
     """The work of a request or a WebSocket. Owned by the user loop.
 
     reply       the HTTP loop's side; what it gets from another loop is posted
     route_label the route that the request is counted under, once its code has ended
+    answered_at written by the HTTP loop
     """
 
     __slots__ = (
         "_first", "_is_pumping", "_kind", "_method", "_outbound", "_sent", "_start", "_template",
-        "has_answer", "is_heard", "reply", "route_label", "scope",
+        "answered_at", "has_answer", "is_heard", "reply", "route_label", "scope", "streamed_at",
     )  # fmt: skip
 
     def __init__(self, reply: ServerSide, scope: Scope, route: str) -> None:
@@ -97,20 +98,13 @@ class HTTPWork(Work):
         self.scope: Scope = scope
         self.route_label = route
         self.has_answer = self.is_heard = False
+        self.streamed_at = self.answered_at = 0.0
         self._outbound: Channel[Message] | None = None
         self._template = self._kind = self._method = ""
 
     @property
     def is_unread(self) -> bool:  # type: ignore[override]
         return self.reply.first is None
-
-    @property
-    def streamed_at(self) -> float:  # type: ignore[override]
-        return self.reply.streamed_at
-
-    @property
-    def answered_at(self) -> float:  # type: ignore[override]
-        return self.reply.answered_at
 
     def __call__(self, user_code: UserCode) -> Awaitable[None]:
         """Serve the request with user code, in a task on the user loop."""
@@ -147,8 +141,11 @@ class HTTPWork(Work):
         """Send a message from another loop than the server's."""
         if self._outbound is None and message["type"] == "http.response.start":
             self._start = message
-            if not _has_length(message):
-                await self._stream()  # the body may take a while, the client wants the start
+            if not message.get("trailers"):  # as `_has_length`, whose call would cost every request
+                for name, _ in message.get("headers", ()):
+                    if name == b"content-length":
+                        return
+            await self._stream()  # the body may take a while, the client wants the start
             return
         # Copied: user code may change it before the HTTP loop sends it. Here, for most, in 0.1 us.
         message = {**message} if type(message.get("body")) is bytes else with_bytes(message)
@@ -160,7 +157,7 @@ class HTTPWork(Work):
                 self._start = None
                 self.has_answer = True
                 if self._is_pumping:  # as `note_answer`, whose call would cost every request
-                    self.reply.disconnect(NORMAL)
+                    self.reply.post(self.reply.disconnect, NORMAL)
                 return
             await self._stream()
         assert self._outbound is not None
@@ -182,10 +179,11 @@ class HTTPWork(Work):
     def note_answer(self) -> None:
         self.has_answer = True
         if self._is_pumping:  # a `receive` that waits reports the disconnect
-            self.reply.disconnect(NORMAL)
+            self.reply.post(self.reply.disconnect, NORMAL)
 
     async def _stream(self) -> None:
         """Send the response message by message from now on."""
+        self.streamed_at = monotonic()
         self._outbound = channel_for(is_http=self.reply.is_http, max_bytes=RESPONSE_BYTES)
         if self._start is not None:
             await self._outbound.put(self._start)
@@ -194,7 +192,7 @@ class HTTPWork(Work):
     async def send_here(self, message: Message) -> None:
         """Send a message on the server's own loop."""
         reply = self.reply
-        if reply.state >= CUT:
+        if reply.state >= ABANDONED:
             await self._hear()
             raise StreamClosedError("the client of this request has disconnected")
         if type(message.get("body")) is not bytes and message["type"] != "http.response.start":
@@ -214,11 +212,12 @@ class HTTPWork(Work):
             start, self._start = self._start, None
             try:
                 if start is None:
+                    self.streamed_at = self.streamed_at or monotonic()
                     await reply.pass_on(message)
                 else:
                     await reply.send_response(start, message)
             except OSError:
-                reply.lose()
+                reply.on(HEARD)
                 raise
 
     # The call.
@@ -227,7 +226,7 @@ class HTTPWork(Work):
         call.runner = runner
         reply = self.reply
         if reply.task is None and runner.loop is reply.loop:
-            reply.post(reply.serve_on, call, runner)
+            reply.post(reply.on, SLOT, (call, runner))
         elif GIL_PRESSURE.is_high:
             # By way of the HTTP loop, which then has turns between two calls that compute.
             # Otherwise N computing threads start each other's calls, and it has one turn in N.
@@ -248,7 +247,7 @@ class HTTPWork(Work):
 
     def expire(self, call: Call) -> None:
         """Answer that the deadline has passed, or cut a response that has begun. Thread-safe."""
-        self.reply.post(self.reply.cut_late)
+        self.reply.post(self.reply.on, LATE, call.timeout_error())
 
     def interrupt(self) -> None:
         self.reply.post(self.reply.close)
@@ -259,10 +258,11 @@ class HTTPWork(Work):
     def give_up(self, call: Call, error: RayServeException) -> None:
         reply = self.reply
         if not self.reply.is_http and reply.is_stream:  # else it is refused, with the error
-            reply.disconnect(SERVICE_RESTART)
+            reply.post(reply.disconnect, SERVICE_RESTART)
         if not self.reply.is_http or not self.has_answer:  # else only a background task is left
             reply.stop(error)
-            reply.post(reply.end_stream)
+            if self._outbound is not None:  # its loop is stuck, and cannot end it
+                self._outbound.finish()
 
     def end(self, call: Call, failure: BaseException | None) -> str:
         """Drop the scope and end the stream, because user code has ended.

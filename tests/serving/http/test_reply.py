@@ -25,7 +25,8 @@ import ingress as serve
 from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.engines import local_engine
-from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.in_flight import leave
+from ingress.serving.http.reply import Reply
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
 from tests.servers import (
@@ -444,7 +445,7 @@ def test_what_a_client_that_left_had_sent_does_not_wait_for_the_garbage_collecto
         await asyncio.Event().wait()
 
     def replies() -> int:
-        return sum(type(each) is HTTPReply for each in gc.get_objects())
+        return sum(type(each) is Reply for each in gc.get_objects())
 
     port = served(never_reads.bind())
     gc.collect()  # collect garbage of earlier tests
@@ -679,11 +680,11 @@ def test_work_whose_reply_has_left_before_it_begins_runs_all_the_same() -> None:
     async def begun() -> object:
         router = Router(DeploymentID("D"))
         metadata = RequestMetadata("", router.deployment_id)
-        reply = HTTPReply(metadata, router, {"path": "/path"}, unused, unused)
+        reply = Reply(metadata, router, {"path": "/path"}, unused, unused)
         call, work = reply.call, reply.work
         runner: Any = SimpleNamespace(loop=None)
         call.runner = runner
-        reply.leave(None)
+        leave(reply, None)
         CURRENT_CALL.set(call)
         code: Any = SimpleNamespace(http=lambda scope, receive, send: scope["path"])
         return work(code)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.channel import Channel
-from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.reply import Reply
 from ingress.serving.http.stream_turns import LARGE, TURN, stream_turns
 from ingress.serving.replicas.router import Router
 from tests.fakes import make_call
@@ -55,7 +55,7 @@ def test_large_parts_of_responses_take_turns_and_small_parts_do_not() -> None:
 
         async def stream() -> None:
             metadata = make_call().metadata
-            reply = HTTPReply(metadata, router, {"type": "http"}, nothing, send)
+            reply = Reply(metadata, router, {"type": "http"}, nothing, send)
             outbound: Channel[Any] = Channel()
             message = {"type": "http.response.body", "body": bytes(size), "more_body": True}
             outbound.put_nowait(message, size)

@@ -31,7 +31,8 @@ from ingress.core.calls.loops import EventLoopThread, mailbox_of, run_blocking
 from ingress.exceptions import RequestCancelledError, RequestTimeoutError
 from ingress.handle import Invocation
 from ingress.schema import ReplicaDetails
-from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.asgi_driver import respond
+from ingress.serving.http.reply import Reply
 from ingress.serving.http.work import HTTPWork
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
@@ -523,8 +524,8 @@ def test_an_answer_to_a_client_that_does_not_read_is_cut_although_the_work_has_e
         router = Router(DeploymentID("D"))
         router.add(Streaming(router))
         metadata = make_call(left_s=60).metadata
-        reply = HTTPReply(metadata, router, {"type": "http"}, send, send)  # type: ignore[arg-type]
-        task = asyncio.create_task(reply.respond())
+        reply = Reply(metadata, router, {"type": "http"}, send, send)  # type: ignore[arg-type]
+        task = asyncio.create_task(respond(reply))
         await is_sending.wait()
         assert reply.call.settled
         reply.call.expire()

@@ -32,7 +32,8 @@ from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import Call
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, GILPressure
 from ingress.exceptions import BackPressureError, RequestTimeoutError
-from ingress.serving.http.reply import HTTPReply
+from ingress.serving.http.asgi_driver import respond
+from ingress.serving.http.reply import Reply
 from ingress.serving.replicas.admission import (
     COMPUTING,
     HELD,
@@ -1009,8 +1010,8 @@ def test_under_pressure_the_http_loop_has_turns_before_a_call_begins(
         router.add(replica)
         replica.slots.is_late = replica.slots.is_computing = True
         metadata = make_call(left_s=60).metadata
-        reply = HTTPReply(metadata, router, {"type": "http"}, nothing, nothing)
-        answer = asyncio.create_task(reply.respond())
+        reply = Reply(metadata, router, {"type": "http"}, nothing, nothing)
+        answer = asyncio.create_task(respond(reply))
         turns = 0
         while not replica.started and not replica.skipped:
             await asyncio.sleep(0)
