@@ -1,7 +1,8 @@
 """The frames of a request: the functions of `ingress` that it enters, and in how many modules.
 
 `python -m benchmarks.frames` counts them with `sys.setprofile` in all threads, one request at a
-time, over uvicorn's protocol in this process as `benchmarks.steps`. A coroutine that waits is
+time: over uvicorn's protocol in this process as `benchmarks.steps`, and over a socket of the server
+that `ingress run` has, with the server's limits and its own connections. A coroutine that waits is
 entered again, and counts again. Functions that fewer than half of the requests enter are left out:
 they belong to timers. The stall watchdog is off, because what it does depends on the load.
 
@@ -26,6 +27,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,7 +47,7 @@ WARM_UP = 2_000  # before that, each request is noted as one of the slowest
 FLAGS = {"default": {}, "both 0": {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}}  # fmt: skip
+}, "ingress run": {}}  # fmt: skip
 TARGETS = {
     "async": "/async",
     "def": "/def",
@@ -165,6 +167,8 @@ def _dotted(path: str) -> str:
 def count(name: str, flags: str) -> Count:
     """Count the frames in a separate process, because an application reads its flags once."""
     command = [sys.executable, "-m", "benchmarks.frames", "--target", name]
+    if flags == "ingress run":
+        command.append("--run")
     env = {**os.environ, **FLAGS[flags], "INGRESS_STALL_THRESHOLD_MS": "0"}
     ran = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
     return Count(*json.loads(ran.stdout))
@@ -194,12 +198,41 @@ async def _count_here(name: str) -> tuple[dict[str, float], list[tuple[str, str,
     return found
 
 
+def _count_run(name: str) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
+    """Count over a socket of a server of `serve.run`, which is that of `ingress run`."""
+    threading.setprofile(PROFILE.enter)
+    isolation: Any = "process" if name in ("in a process", "in the child") else "thread"
+    serve.start({"port": 0})
+    handle = serve.run(Endpoints.options(isolation=isolation).bind(Leaf.bind()))
+    (url,) = serve.status().proxies
+    client = HTTPConnection(url.removeprefix("http://"))
+
+    def ask(count: int) -> None:
+        for _ in range(count):
+            client.request("GET", TARGETS[name])
+            if client.getresponse().read() not in (b'"hello"', b"hello" * 3):
+                raise AssertionError(name)
+
+    ask(WARM_UP)
+    handle.profile.remote(is_new=True).result()
+    PROFILE.clear()
+    ask(REQUESTS)
+    found = PROFILE.per_request()
+    if name == "in the child":
+        found = handle.profile.remote(is_new=False).result().per_request()
+    client.close()
+    serve.shutdown()
+    return found
+
+
 def main() -> int:
     parser = ArgumentParser("python -m benchmarks.frames", description=__doc__)
     parser.add_argument("--target", help="count one only, print its functions as JSON")
+    parser.add_argument("--run", action="store_true", help="over the server of `ingress run`")
     options = parser.parse_args()
     if options.target:
-        print(json.dumps(uvloop.run(_count_here(options.target))))
+        found = _count_run(options.target) if options.run else None
+        print(json.dumps(found or uvloop.run(_count_here(options.target))))
         return 0
     for name in TARGETS:
         for flags in FLAGS:

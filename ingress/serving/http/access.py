@@ -59,11 +59,17 @@ class AccessLine:
 
     def __call__(self, message: Message) -> Awaitable[None]:
         """Send a message of the response, and note the status and the end."""
-        kind = message["type"]
-        if kind == "http.response.body":
+        if message["type"] == "http.response.body":
             if not message.get("more_body"):
                 self.log()
-        elif kind in ("http.response.start", "websocket.http.response.start"):
+        else:
+            self.note(message)
+        return self._send(message)
+
+    def note(self, message: Message) -> None:
+        """Note the status in a message that is no part of a body."""
+        kind = message["type"]
+        if kind in ("http.response.start", "websocket.http.response.start"):
             self._status = message["status"]
             if self.call is None:  # refused
                 self.request_id = _id_in(message)
@@ -72,7 +78,6 @@ class AccessLine:
         elif kind == "websocket.close":
             is_open = self._status == SWITCHED
             self._status = message.get("code", 1000) if is_open else DENIED
-        return self._send(message)
 
     async def follow(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], receive: Receive

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ingress.core.base.private_names import require
@@ -29,6 +30,10 @@ _CONNECTION = (
     "scope", "transport",
 )  # fmt: skip
 _CYCLE = ("default_headers", "response_complete", "response_started")
+_WHOLE = (
+    "access_log", "body", "chunked_encoding", "disconnected", "flow", "keep_alive",
+    "message_event", "more_body", "on_response", "scope", "transport", "waiting_for_100_continue",
+)  # fmt: skip
 
 
 def _attributes(module: str, protocol: str, own: str) -> Iterator[str]:
@@ -49,11 +54,19 @@ require(
     [f"{_H11}:H11Protocol.{name}" for name in (*_PROTOCOL, "_should_upgrade", "handle_events")],
 )
 
+HEADER_RE: Any
+HEADER_VALUE_RE: Any
+STATUS_LINE: dict[int, bytes]
 if TYPE_CHECKING:
     HttpToolsProtocol: Any
 else:
     try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+        from uvicorn.protocols.http.httptools_impl import (
+            HEADER_RE,
+            HEADER_VALUE_RE,
+            STATUS_LINE,
+            HttpToolsProtocol,
+        )
     except ImportError:
         HttpToolsProtocol = None  # without httptools uvicorn takes h11, too
     else:
@@ -62,9 +75,26 @@ else:
             SUPPORTED,
             [
                 f"{_HTTPTOOLS}:HttpToolsProtocol.{name}"
-                for name in (*_PROTOCOL, "on_body", "on_headers_complete")
+                for name in (*_PROTOCOL, "_start_asgi_task", "on_body", "on_headers_complete")
             ],
+        )
+        require(
+            "uvicorn",
+            SUPPORTED,
+            [f"{_HTTPTOOLS}:{name}" for name in ("HEADER_RE", "HEADER_VALUE_RE", "STATUS_LINE")],
+        )
+        require(
+            "uvicorn",
+            SUPPORTED,
+            [f"{_HTTPTOOLS}:RequestResponseCycle.__init__({name})" for name in _WHOLE],
         )
         require("uvicorn", SUPPORTED, _attributes(_HTTPTOOLS, "HttpToolsProtocol", "parser"))
 
-__all__ = ["H11Protocol", "HttpToolsProtocol"]
+__all__ = [
+    "HEADER_RE",
+    "HEADER_VALUE_RE",
+    "STATUS_LINE",
+    "H11Protocol",
+    "HttpToolsProtocol",
+    "ProxyHeadersMiddleware",
+]

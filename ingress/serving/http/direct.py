@@ -1,0 +1,248 @@
+"""The connection as the driver of its requests: no task, no future, and one write for the answer.
+
+    drive       the body is here, the replicas are on other loops -> submit the call
+    set_result  a complete response came -> write it -> the end of the call
+                anything else -> hand over to `asgi_driver`, in a task, once
+
+Only connections of `GuardedHttptools` do so, without middleware of the server but for uvicorn's
+own for proxies. What the client gets, and what is counted, logged and waited for, is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.types import ASGIApp, Message, Send
+
+from ingress.serving.http.access import AccessLine
+from ingress.serving.http.compat import (
+    HEADER_RE,
+    HEADER_VALUE_RE,
+    STATUS_LINE,
+    ProxyHeadersMiddleware,
+)
+from ingress.serving.http.in_flight import InFlight, leave
+from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.http.reply import Reply
+from ingress.serving.http.reply_state import BEGIN, CALLED, END, FINISH, READ, ReplyEvent
+
+
+def proxy_of(app: Any) -> HTTPProxy | None:
+    """Return the proxy that a server calls, directly or by uvicorn's middleware for proxies."""
+    if type(app) is ProxyHeadersMiddleware:
+        app = app.app
+    return app if type(app) is HTTPProxy else None
+
+
+class Direct:
+    """A mixin for httptools' connections: it drives the request that has just come.
+
+    It is what the reply wakes, in the place of a future. Owned by the HTTP loop. The connection may
+    drive its next request once the response to this one is complete, or a task sends it.
+    """
+
+    if TYPE_CHECKING:
+        _cycle: Any
+        _reply: Reply | None
+        _serves: HTTPProxy | None
+        _task_context: Context
+    else:
+        __slots__ = ()  # those of the connection
+
+    done = bool
+    """It waits until it is woken, and is then forgotten. A class: its call enters no function."""
+
+    _start_task: Callable[[Any, ASGIApp], None]
+    """Have an application serve a request, in a task of uvicorn's."""
+
+    def _drive(self, proxy: HTTPProxy, cycle: Any) -> None:
+        """Serve the request: without a task, if that can be.
+
+        The cycle is uvicorn's, of a request without `x-forwarded-` headers whose body is here.
+        """
+        send = AccessLine(cycle.scope, cycle.send) if proxy.logs_requests else cycle.send
+        try:
+            reply = proxy.accept(cycle.scope, cycle.receive, send)
+        except Exception as error:  # the server answers and logs it, as in a task
+            reply = _failed(error)
+        if not isinstance(reply, Reply):
+            self._start_task(cycle, _served_by(reply, cycle, send))
+            return
+        body, router = reply.body, reply.router
+        is_shared = not router.replicas or router.replicas[0].loop is reply.loop
+        if (
+            is_shared
+            or reply.attempts is not None
+            or reply.call.metadata.deadline is not None
+            or (body is not None and not body.may_be_taken(len(cycle.body)))
+        ):
+            if is_shared:
+                self._serves = None  # nor its next requests: most are for the same application
+            serving = proxy.in_flight.serve(reply, cycle.scope, reply.receive, send)
+            self._start_task(cycle, _served_by(serving, cycle, send))
+            return
+        if body is not None:
+            reply.first = {"type": "http.request", "body": bytes(cycle.body), "more_body": False}
+            cycle.body = bytearray()
+            body.is_open = False
+            if type(send) is AccessLine:
+                send.queued_at = monotonic()
+        self._cycle, self._reply = cycle, reply
+        # A mailbox wakes it, in an empty context.
+        self._task_context = copy_context()
+        reply.event = self
+        proxy.in_flight.begin(reply)
+        reply.on(READ)
+        try:
+            router.assign(reply.call)
+        except Exception as error:  # of a policy of the user's, which may raise any
+            reply.call.settle(error=error)
+
+    def set_result(self, _: None) -> None:
+        """Send what has come, or hand over to a task."""
+        reply, cycle, proxy = self._reply, self._cycle, self._serves
+        assert reply is not None
+        assert proxy is not None
+        self._reply = None
+        came, call = reply.came, reply.call
+        content = None
+        if reply.state is CALLED and isinstance(came, tuple):
+            try:
+                content = _whole(cycle, *came, call.metadata.request_id)
+            except Exception:
+                pass  # of a message that is none: `send` raises it again, in a task
+        if content is None:
+            self._rest(reply, cycle).hand_over()
+            return
+        assert isinstance(came, tuple)
+        reply.came = reply.event = None
+        reply.status = came[0]["status"]
+        reply.pass_through(BEGIN, FINISH)
+        if type(reply.send) is AccessLine:
+            reply.send.note(came[0])
+            reply.send.log()
+        _write(cycle, content)
+        if call.settled and call.error is None:
+            _end(reply, cycle, proxy.in_flight, END)
+        else:  # its work ends just now, or it has a background task
+            reply.event = self._rest(reply, cycle)
+            call.when_settled(reply.note_end)
+
+    def _rest(self, reply: Reply, cycle: Any) -> _Rest:
+        assert self._serves is not None
+        in_flight = self._serves.in_flight
+        return _Rest(reply, cycle, in_flight, self._start_task, self._task_context)
+
+
+class _Rest(NamedTuple):
+    """A request that is no longer its connection's; what its reply wakes at its end.
+
+    `start` and `context` are those of the task that it is handed over to, if that must be.
+    """
+
+    reply: Reply
+    cycle: Any
+    in_flight: InFlight
+    start: Callable[[Any, ASGIApp], None]
+    context: Context
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, _: None) -> None:
+        """Leave: the call has ended. An error is of a background task, or the stop of it."""
+        if self.reply.call.error is None:
+            _end(self.reply, self.cycle, self.in_flight)
+        else:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Have a task serve the rest of the request."""
+        reply, cycle = self.reply, self.cycle
+        reply.event = None
+        serving = self.in_flight.serve(reply, cycle.scope, reply.receive, reply.send)
+        self.context.run(self.start, cycle, _served_by(serving, cycle, reply.send))
+
+
+def _end(reply: Reply, cycle: Any, in_flight: InFlight, *events: ReplyEvent) -> None:
+    """Leave a request whose response is complete, after these events."""
+    reply.leave(*events)
+    in_flight.replies.discard(reply)
+    leave(reply, cycle.scope)
+    cycle.on_response = _nothing  # as uvicorn, at the end of its task
+
+
+async def _failed(error: Exception) -> None:
+    raise error
+
+
+def _served_by(serving: Coroutine[Any, Any, None], cycle: Any, send: Send) -> ASGIApp:
+    """Return an application that awaits `serving`, and logs the request."""
+    if isinstance(send, AccessLine):
+        serving = send.follow(_return(serving), cycle.receive)
+    return _return(serving)
+
+
+def _return(serving: Coroutine[Any, Any, None]) -> ASGIApp:
+    return lambda *_: serving
+
+
+def _whole(cycle: Any, start: Message, body: Message, request_id: str) -> list[bytes] | None:
+    """Return what httptools' `send` would write for a whole response, for one write.
+
+    `None` for a response that only `send` may send: its client has left or reads nothing, it is
+    logged by uvicorn, its length is not that of its body, a header is not valid, or it closes the
+    connection.
+    """
+    if (
+        cycle.disconnected
+        or cycle.flow.write_paused
+        or cycle.access_log
+        or start["status"] not in STATUS_LINE
+        or body["type"] != "http.response.body"
+    ):
+        return None
+    length = b""
+    has_id = False
+    content = [STATUS_LINE[start["status"]]]
+    for name, value in [*cycle.default_headers, *start["headers"]]:
+        if HEADER_RE.search(name) or HEADER_VALUE_RE.search(value):
+            return None
+        name = name.lower()
+        if name == b"content-length" and not length:
+            length = value
+        elif name == b"x-request-id":
+            has_id = True
+        elif name in _NOT_ORDINARY:
+            return None
+        content += (name, b": ", value, b"\r\n")
+    data: bytes = body.get("body", b"")
+    if cycle.scope["method"] == "HEAD":
+        data = b""
+    elif length != b"%d" % len(data):
+        return None
+    if not has_id:
+        content += (b"x-request-id: ", request_id.encode(), b"\r\n")
+    content += (b"\r\n", data) if cycle.keep_alive else (b"connection: close\r\n\r\n", data)
+    return content
+
+
+_NOT_ORDINARY = frozenset((b"connection", b"content-length", b"transfer-encoding"))
+
+
+def _write(cycle: Any, content: list[bytes]) -> None:
+    """Write a whole response as httptools' `send` does, and end the request of the connection."""
+    cycle.response_started = cycle.response_complete = True
+    cycle.waiting_for_100_continue = cycle.chunked_encoding = False
+    cycle.transport.write(b"".join(content))
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
+
+
+def _nothing() -> None:
+    """Do nothing: the request is over."""
