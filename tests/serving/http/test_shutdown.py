@@ -22,6 +22,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import ingress as serve
+from ingress.engines import local_engine
 from ingress.serving.http import in_flight, leaving
 from tests.programs import INGRESS, UVICORN, ServerProcess, environment, process, write_module
 from tests.servers import (
@@ -452,3 +453,19 @@ def test_a_client_that_takes_nothing_of_a_stream_delays_no_stop(
         with stopping():
             pass
         assert not connection.answer().is_complete
+
+
+def test_a_stop_ends_a_request_whose_body_is_on_its_way(separate: str) -> None:
+    """Nothing else would: its client may be as slow as it likes."""
+
+    @serve.deployment(graceful_shutdown_timeout_s=0.2)
+    class Reads:
+        async def __call__(self, request: Request) -> int:
+            return len(await request.body())
+
+    port = served(Reads.bind(), body_idle_timeout_s=None, min_body_rate=None)
+    with Connection(port) as client:
+        client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n0123456789")
+        wait_until(lambda: len(local_engine().http.proxy.in_flight.replies) == 1)
+        serve.delete("default")
+        assert client.receive_all().startswith(b"HTTP/1.1 503 ")
