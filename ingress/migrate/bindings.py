@@ -107,8 +107,11 @@ class Bindings:
                     continue
                 if isinstance(each, ast.stmt):
                     self.blocks[each] = (node, value)
-                place = inner if _is_inside(node, name, each) else scope
-                while _is_walrus(node, name) and place.parent and place.is_comprehension:
+                # All of a comprehension has its scope; a default or a decorator is outside.
+                is_inside = isinstance(node, _COMPREHENSIONS) or name in ("body", "type_params")
+                place = inner if is_inside else scope
+                is_walrus = isinstance(node, ast.NamedExpr) and name == "target"
+                while is_walrus and place.parent and place.is_comprehension:
                     place = place.parent  # it binds in the function around
                 is_text = name in ("annotation", "returns") or (
                     is_annotation and not _is_literal(node)
@@ -126,28 +129,25 @@ class Bindings:
         match node:
             case ast.Import():
                 for alias in node.names:
-                    full = _as_rays(alias.name)
-                    self._note(full)
-                    if alias.asname:
-                        scope.bind(alias.asname, full)
-                    else:
-                        scope.bind(
-                            alias.name.partition(".")[0],
-                            _as_rays(alias.name.partition(".")[0]),
-                        )
+                    self._note(_as_rays(alias.name))
+                    bound = alias.name if alias.asname else alias.name.partition(".")[0]
+                    scope.bind(alias.asname or bound, _as_rays(bound))
             case ast.ImportFrom():
                 full = "" if node.level else _as_rays(node.module or "")
                 for alias in node.names:
                     name = f"{full}.{alias.name}" if full else ""
                     self._note(name)
                     scope.bind(alias.asname or alias.name, name)
-            case ast.Name(id, ast.Store() | ast.Del()):
-                scope.bind(id)
-            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
-                scope.bind(name)
-            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
-                scope.bind(name)
-            case ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+            case (
+                ast.Name(name, ast.Store() | ast.Del())
+                | ast.FunctionDef(name)
+                | ast.AsyncFunctionDef(name)
+                | ast.ClassDef(name)
+                | ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.MatchMapping(rest=str(name))
+            ):
                 scope.bind(name)
             case ast.Global(names) | ast.Nonlocal(names):
                 for name in names:
@@ -188,17 +188,6 @@ def _as_rays(module: str) -> str:
     if first == "ingress":
         return f"ray.serve{dot}{rest}"
     return module if first == "ray" else ""
-
-
-def _is_inside(node: ast.AST, name: str, child: ast.AST) -> bool:
-    """Return whether a part of a function, class or comprehension has the scope of its own."""
-    if isinstance(node, _COMPREHENSIONS):
-        return True
-    return name in ("body", "type_params")
-
-
-def _is_walrus(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.NamedExpr) and name == "target"
 
 
 def _is_literal(node: ast.AST) -> bool:

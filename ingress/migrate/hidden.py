@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from ingress.migrate import advice
 from ingress.migrate.bindings import Bindings, chain
-from ingress.migrate.keywords import Found
 
 _NAMESPACES = {"dir", "eval", "exec", "globals", "locals", "vars"}
 _FRAMES = {"__globals__", "f_globals", "f_locals"}
@@ -23,7 +22,7 @@ _TYPE_COMMENT = re.compile(r"#[ \t]*type:(?![ \t]*ignore\b).*")
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 
 
-def uses(bindings: Bindings, name: str, *, is_global: bool) -> Iterator[Found]:
+def uses(bindings: Bindings, name: str, *, is_global: bool) -> Iterator[advice.Found]:
     """Yield the places that may use a name, which stands for the module `ray`.
 
     `is_global` is for a name of the module, which `__all__` may export.
@@ -113,7 +112,7 @@ def _is_code(text: str, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in parts)
 
 
-def _exported(node: ast.stmt, word: re.Pattern[str]) -> Iterator[Found]:
+def _exported(node: ast.stmt, word: re.Pattern[str]) -> Iterator[advice.Found]:
     parts = list(ast.walk(node))
     if any(isinstance(each, ast.Name) and each.id == "__all__" for each in parts):
         for each in parts:

@@ -6,23 +6,27 @@ Only the spans of these names change; all other text stays as it is.
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from ingress.migrate import advice, hidden, keywords
+from ingress.migrate import advice, hidden
 from ingress.migrate.bindings import Bindings, Scope, chain
-from ingress.migrate.imports import SERVE, items_of, written
 
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 _DOTTED = re.compile(r"\w+\s*\.\s*serve")
 _UNUSED = re.compile(r"#.*\b(F401|unused-import)\b")
 _ABOUT_MODULES = {"import_module", "__import__", "importorskip", "patch", "setattr"}
 _RAYS_PATH = re.compile(r"ray\.serve(\.\w+)*")
+_WIDTH = 88
+_SERVE = "ray.serve -> ingress"
+"""The group of `from ray import serve`, which becomes `import ingress as serve`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class _Rewriter:
             case ast.Dict():
                 for key, value in zip(node.keys, node.values, strict=True):
                     if isinstance(key, ast.Constant) and key.value == "runtime_env":
-                        self._tell_all(keywords.in_runtime_env(value))
+                        self._tell_all(advice.in_runtime_env(value))
 
     def _look_around(self, node: ast.Name | ast.Attribute, scope: Scope) -> None:
         """Keep an import that a class body uses until it binds the name itself: `ray = ray`."""
@@ -221,10 +225,10 @@ class _Rewriter:
     def _call(self, node: ast.Call, scope: Scope) -> None:
         found = self._full(node.func, scope)
         path = found[2][2:] if found is not None and found[2][:2] == ["ray", "serve"] else []
-        self._tell_all(keywords.in_call(node, path, has_serve=self.bindings.has_serve))
+        self._tell_all(advice.in_call(node, path, has_serve=self.bindings.has_serve))
         for keyword in node.keywords:
             if keyword.arg == "runtime_env":
-                self._tell_all(keywords.in_runtime_env(keyword.value))
+                self._tell_all(advice.in_runtime_env(keyword.value))
         last = chain(node.func)
         name = (last[1][-1].attr if last[1] else last[0].id) if last else ""
         for each in node.args[:1] if name in _ABOUT_MODULES else []:
@@ -299,20 +303,20 @@ class _Rewriter:
             return
         begin, end = self._span(node)
         segment = self.text[begin:end]
-        if len({*modules}) == 1 and modules[0] != SERVE:
+        if len({*modules}) == 1 and modules[0] != _SERVE:
             pattern = r"(from(?:\s|\\)+)" + r"\s*\.\s*".join([first, *rest])
             if found := re.match(pattern, segment):
                 self.edits[begin + found.end(1), begin + found.end()] = modules[0]
                 return
-        items = items_of(node, segment, modules)
+        items = _items_of(node, segment, modules)
         has_comments = any(each.has_comments for each in items)
         if self._begins_line(begin) and (self._ends_line(end) or not has_comments):
-            new = written(items, self._indent(begin), self._newline())
+            new = _written(items, self._indent(begin), self._newline())
         elif has_comments:
             self._tell(node, f"from {node.module} import ...", advice.BY_HAND)
             return
         else:
-            new = written(items, "", "; ")
+            new = _written(items, "", "; ")
         self.edits[begin, end] = new
 
     def _module_of(self, alias: ast.alias, rest: list[str], node: ast.ImportFrom) -> str:
@@ -320,7 +324,7 @@ class _Rewriter:
         module = node.module or ""
         full = f"{module}.{alias.name}"
         if full == "ray.serve":
-            return SERVE
+            return _SERVE
         if alias.name == "*":
             self._tell(alias, full, advice.STAR)
         elif rest[:1] == ["serve"]:
@@ -341,13 +345,11 @@ class _Rewriter:
             self._tell(node, "import ray", advice.PROBED)
             return
         if len(block) - self.removed[id(block)] == 1:
-            if isinstance(parent, ast.Module):
-                self._remove_line(begin, end)
-            else:
-                self.edits[begin, end] = "pass"
-            return
-        self.removed[id(block)] += 1
-        if self._begins_line(begin) and self._ends_line(end):
+            is_needed = not isinstance(parent, ast.Module)  # a block has a statement
+        else:
+            self.removed[id(block)] += 1
+            is_needed = not (self._begins_line(begin) and self._ends_line(end))
+        if not is_needed:
             self._remove_line(begin, end)
         else:
             self.edits[begin, end] = "pass"
@@ -408,7 +410,7 @@ class _Rewriter:
         column = self._index(line, getattr(node, "col_offset", 0)) - self.starts[line - 1] + 1
         self.findings.add(ManualFix(line, column, name, fix))
 
-    def _tell_all(self, found: Iterator[keywords.Found]) -> None:
+    def _tell_all(self, found: Iterator[advice.Found]) -> None:
         for node, name, fix in found:
             self._tell(node, name, fix)
 
@@ -421,3 +423,68 @@ def _others(scope: Scope, home: Scope) -> Iterator[tuple[Scope, str]]:
 
 def _called(node: ast.expr) -> ast.expr:
     return node.func if isinstance(node, ast.Call) else node
+
+
+@dataclass(slots=True)
+class _ImportedName:
+    """One name of the statement: the module to import it from, and the comments at it."""
+
+    text: str
+    name: str
+    module: str
+    before: list[str] = field(default_factory=list)
+    after: str = ""
+
+    @property
+    def has_comments(self) -> bool:
+        return bool(self.before or self.after)
+
+
+def _items_of(node: ast.ImportFrom, segment: str, modules: Sequence[str]) -> list[_ImportedName]:
+    """Return the names of a statement, each with its module from `modules`."""
+    items = []
+    for alias, module in zip(node.names, modules, strict=True):
+        text = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+        items.append(_ImportedName(text, alias.asname or alias.name, module))
+    lines = [alias.lineno - node.lineno + 1 for alias in node.names]
+    for token in tokenize.generate_tokens(io.StringIO(segment).readline):
+        if token.type == tokenize.COMMENT:
+            line = token.start[0]
+            here = [item for item, at in zip(items, lines, strict=True) if at == line]
+            later = [item for item, at in zip(items, lines, strict=True) if at > line]
+            if here or not later:
+                last = (here or items)[-1]
+                last.after = "  ".join(filter(None, (last.after, token.string)))
+            else:
+                later[0].before.append(token.string)
+    return items
+
+
+def _written(items: list[_ImportedName], indent: str, newline: str) -> str:
+    """Return a statement for each module, in the order of their first names."""
+    groups: dict[str, list[_ImportedName]] = {}
+    for item in items:
+        groups.setdefault(item.module, []).append(item)
+    lines: list[str] = []
+    for module, members in groups.items():
+        lines += _serve(members) if module == _SERVE else _from(module, members, indent)
+    return f"{newline}{indent}".join(lines)
+
+
+def _serve(members: list[_ImportedName]) -> list[str]:
+    lines = []
+    for each in members:
+        after = f"  {each.after}" if each.after else ""
+        lines += [*each.before, f"import ingress as {each.name}{after}"]
+    return lines
+
+
+def _from(module: str, members: list[_ImportedName], indent: str) -> list[str]:
+    short = f"from {module} import {', '.join(each.text for each in members)}"
+    if not any(each.has_comments for each in members) and len(indent + short) <= _WIDTH:
+        return [short]
+    lines = [f"from {module} import ("]
+    for each in members:
+        after = f"  {each.after}" if each.after else ""
+        lines += [*(f"    {line}" for line in each.before), f"    {each.text},{after}"]
+    return [*lines, ")"]
