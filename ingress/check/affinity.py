@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from ingress.check.sharing import Unsafe
+from ingress.check.races import Unsafe
 from ingress.check.sources import Function, Sources, callee, dotted, own_nodes
 from ingress.check.state import Made, State, state_around
 

@@ -12,10 +12,18 @@ from ingress.app.declaration.declaration import Application
 from ingress.check.affinity import affine_objects, awaitables, loop_uses
 from ingress.check.blocking import blocking_calls
 from ingress.check.decorated import dependencies_in, sources_in, subjects_in
-from ingress.check.races import found, inside, merged, races_now, races_of, where, with_callees
+from ingress.check.races import (
+    Unsafe,
+    found,
+    inside,
+    merged,
+    races_now,
+    races_of,
+    where,
+    with_callees,
+)
 from ingress.check.replicas import findings_of_processes, shared_objects
 from ingress.check.rules import Finding, Report
-from ingress.check.sharing import Unsafe
 from ingress.check.sources import Function, Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings

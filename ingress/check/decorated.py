@@ -17,7 +17,7 @@ from types import FunctionType
 from ingress.check.sources import Function, Sources, dotted, last_name
 from ingress.check.subjects import HOOKS, Subject, handed_on, planned
 from ingress.core.base.settings import Settings
-from ingress.core.execution.execution import Kind, Lanes, Role
+from ingress.core.execution.execution import Lanes, Role
 from ingress.core.execution.lanes import method
 
 _ROUTES = {
@@ -53,7 +53,7 @@ def dependencies_in(sources: Sources, settings: Settings) -> list[Subject]:
 
 def _subject(function: Function, role: Role, sources: Sources, settings: Settings) -> Subject:
     override = _override(function)
-    func = _STAND_INS[_kind(function)]
+    func = _STAND_INS[function.is_async, function.is_generator]
     return planned(
         function,
         func if override is None else override(_like(func)),
@@ -160,12 +160,6 @@ def _has_serial(function: Function) -> bool:
     )
 
 
-def _kind(function: Function) -> Kind:
-    if function.is_generator:
-        return Kind.ASYNC_GENERATOR if function.is_async else Kind.GENERATOR
-    return Kind.COROUTINE if function.is_async else Kind.FUNCTION
-
-
 def _module_name(path: Path) -> str:
     names = [] if path.name == "__init__.py" else [path.stem]
     folder = path.parent
@@ -185,9 +179,10 @@ async def _async_generator() -> AsyncIterator[None]:
     yield
 
 
-_STAND_INS: dict[Kind, Callable[..., object]] = {
-    Kind.FUNCTION: _function,
-    Kind.COROUTINE: _coroutine,
-    Kind.GENERATOR: _generator,
-    Kind.ASYNC_GENERATOR: _async_generator,
+_STAND_INS: dict[tuple[bool, bool], Callable[..., object]] = {
+    (False, False): _function,
+    (True, False): _coroutine,
+    (False, True): _generator,
+    (True, True): _async_generator,
 }
+"""Functions, by whether they are async and whether they are generators."""

@@ -17,8 +17,8 @@ from typing import Any
 from ingress.app.declaration.assignments import targets_of
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.loop_objects import LoopObject, loop_objects
+from ingress.check.races import MUTATORS, local_names
 from ingress.check.rules import RULES, Finding
-from ingress.check.sharing import MUTATORS, local_names
 from ingress.check.sources import Function, Sources, dotted, own_nodes
 from ingress.check.state import State, state_around
 from ingress.check.subjects import subjects_of

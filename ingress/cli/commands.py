@@ -20,8 +20,7 @@ import typer
 
 from ingress import __version__
 from ingress.app.config_file.loading import is_config_file
-from ingress.check.report import Format, rendered
-from ingress.check.rules import CheckError, Report
+from ingress.check.rules import CheckError, Format, Report, rendered
 from ingress.cli.cluster_commands import delete
 from ingress.cli.control_commands import memory, reload, scale, status, stop
 from ingress.cli.file_commands import RUN_OPTIONS, build_command

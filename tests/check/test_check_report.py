@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ingress.check.checker import check_files
-from ingress.check.report import Format, rendered
-from ingress.check.rules import RULES, Report
+from ingress.check.rules import RULES, Format, Report, rendered
 from ingress.core.base.settings import Settings
 from tests.servers import ROOT, write_module
 
