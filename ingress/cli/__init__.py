@@ -3,7 +3,7 @@
 Commands, each the function of a command line:
 
     commands         the commands and their options; start here
-    run_command      the options of `run`, in the table of run_options; run_file: from a file
+    run_command      the options of `run`, in the table of run_options, and those from a file
     run_server       the work of `run`
     *_command        one command each; cluster_commands: those for Ray
     target, terminal the application that a command is for, and its output
@@ -15,7 +15,7 @@ The supervisor, with `ingress run --workers`:
 
 The control channel to a running server:
 
-    control_commands the commands; following: their progress
+    control_commands the commands, and their progress
     control_socket   the socket and its answers
     server_commands  the answers of one process; worker_commands: of all workers
 

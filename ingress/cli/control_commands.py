@@ -6,9 +6,13 @@ the name of one of its applications, or `--pid` chooses.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Annotated, Any
 
 import typer
@@ -16,13 +20,15 @@ import typer
 from ingress.cli import cluster_commands, status_tables
 from ingress.cli.cluster_commands import AddressOption
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
-from ingress.cli.following import TIMEOUT_S, Following, Timeout, Wait
 from ingress.cli.run_server import read_settings
 from ingress.cli.server_commands import MOST_MEMORY_S
 from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed
+from ingress.observe.live.observer import DeploymentProgress
 
 ASK_S = 5.0  # for the status of a server
+PAUSE_S = 0.2  # between the looks of `--wait`
+TIMEOUT_S = 300.0  # the default of `--timeout`
 
 Name = Annotated[
     str | None,
@@ -30,6 +36,13 @@ Name = Annotated[
 ]
 Pid = Annotated[
     int | None, typer.Option("--pid", help="The server with this process id.", show_default=False)
+]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="End when it is done; exit with 1 if it was rolled back.")
+]
+Timeout = Annotated[
+    float,
+    typer.Option("--timeout", metavar="SECONDS", min=0.1, help="With --wait: give up after this."),
 ]
 
 
@@ -225,9 +238,9 @@ def _change(
 ) -> None:
     """Ask for a change and print it; with `wait`, follow it to its end."""
     if wait:
-        lines = Following(server, timeout_s, _untold if as_json else _tell).change(
-            command, arguments
-        )
+        # With `--json` the JSON alone has the outcome.
+        tell = (lambda line: None) if as_json else _tell
+        lines = Following(server, timeout_s, tell).change(command, arguments)
     else:
         lines = ask_server(server, command, **arguments)
     if as_json:
@@ -239,10 +252,6 @@ def _change(
 
 def _tell(line: str) -> None:
     typer.echo(tamed(line))
-
-
-def _untold(line: str) -> None:
-    """Print nothing: the JSON has the outcome."""
 
 
 def _scaling(text: str) -> tuple[str | None, str, int]:
@@ -325,9 +334,148 @@ def ask_server(
     server: RunningServer, command: str, timeout_s: float = ANSWER_S, **arguments: Any
 ) -> Any:
     """Return a server's answer. Ends the program if it refuses, or does not answer."""
-    try:
+    with _answering(server):
         return server.ask(command, timeout_s, **arguments)
+
+
+@contextmanager
+def _answering(server: RunningServer) -> Iterator[None]:
+    """End the program if the server refuses the command of the block, or does not answer."""
+    try:
+        yield
     except CommandError as error:
         raise refusal(tamed(str(error))) from None
     except OSError as error:
         raise refusal(f"server {server.pid} does not answer: {error}") from None
+
+
+class Following:
+    """A command that changes a server, followed to its end: `--wait`. `tell` prints a line.
+
+    The command runs in a thread, because a reload of workers takes minutes. Meanwhile, and until
+    the replicas are those that the options ask for, each change of a replica is a line.
+    """
+
+    def __init__(
+        self, server: RunningServer, timeout_s: float, tell: Callable[[str], object]
+    ) -> None:
+        self._server = server
+        self._began = monotonic()
+        self._deadline = self._began + timeout_s
+        self._timeout_s = timeout_s
+        self._tell = tell
+        self._states: dict[str, str] | None = None  # of replicas, by their names
+        self._told: dict[str, str] = {}
+
+    def change(self, command: str, arguments: Mapping[str, Any]) -> list[str]:
+        """Ask for a change, and wait until all replicas are as wanted. Returns its lines.
+
+        Ends the program with the reason if it is refused, rolled back or not done in time.
+        """
+        self._look()  # the states before
+        pool = ThreadPoolExecutor(1, "ingress-ask")
+        asked = pool.submit(self._server.ask, command, self._timeout_s, **arguments)
+        pool.shutdown(wait=False)
+        while not asked.done():
+            self._pause()
+            self._look()
+        with _answering(self._server):
+            lines: list[str] = asked.result()
+        for line in lines or ["nothing to change"]:
+            self._tell(line)
+        while not self._is_settled():
+            self._pause()
+        return lines
+
+    def end(self) -> None:
+        """Ask the server to stop, and wait until its process has ended."""
+        ask_server(self._server, "stop", self._timeout_s)
+        self._tell(f"server {self._server.pid} stops")
+        while _is_alive(self._server):
+            self._look()
+            self._pause()
+        self._tell(f"server {self._server.pid} has ended")
+
+    def _look(self) -> list[DeploymentProgress] | None:
+        """Tell how the replicas have changed since the last look.
+
+        Returns the progress of each deployment; `None` while a process starts or ends.
+        """
+        try:
+            found: list[DeploymentProgress] | None = self._server.ask("progress", ASK_S)
+        except (CommandError, OSError):
+            found = None
+        if found is None:
+            return None
+        several = len({each["pid"] for each in found}) > 1
+        states = {
+            f"{_name(each)}#{tag}" + (f" in process {each['pid']}" if several else ""): state
+            for each in found
+            for tag, state in each["replicas"].items()
+        }
+        if self._states is not None:
+            for name, state in states.items():
+                if state != self._states.get(name):
+                    self._say(f"{name} {state}")
+            for name in self._states.keys() - states.keys():
+                self._say(f"{name} has ended")
+        self._states = states
+        for each in found:
+            name, problem = _name(each), each["problem"]
+            if problem and problem != self._told.get(name):
+                self._say(f"{name}: {problem}")
+            self._told[name] = problem
+        return found
+
+    def _is_settled(self) -> bool:
+        """Return whether all replicas are as wanted. Ends the program if they will not be."""
+        if (found := self._look()) is None:
+            return False
+        if not all(each["is_settled"] for each in found):
+            return False
+        if wrong := [each for each in found if each["rejected"]]:
+            raise refusal(tamed("; ".join(f"{_name(each)}: {each['rejected']}" for each in wrong)))
+        return True
+
+    def _pause(self) -> None:
+        if monotonic() >= self._deadline:
+            reasons = "; ".join(f"{name}: {text}" for name, text in self._told.items() if text)
+            raise refusal(
+                tamed(
+                    f"not done after {self._timeout_s:g} s, and it goes on"
+                    f"{f': {reasons}' if reasons else ''}; --timeout gives it longer"
+                )
+            )
+        sleep(PAUSE_S)
+
+    def _say(self, text: str) -> None:
+        self._tell(f"{monotonic() - self._began:5.1f} s  {text}")
+
+
+def _name(each: DeploymentProgress) -> str:
+    return f"{each['application']}:{each['deployment']}"
+
+
+def _is_alive(server: RunningServer) -> bool:
+    try:
+        server.connected(ASK_S).close()
+    except OSError:
+        pass
+    else:
+        return True
+    try:  # its socket closes before its last thread has ended
+        os.kill(server.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not _is_zombie(server.pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Return whether a process has ended, and its parent has not looked yet."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"Z"
+    except (OSError, IndexError):
+        return False

@@ -20,8 +20,7 @@ from ingress.app.config_file.models import ServeConfig
 from ingress.app.config_file.origins import Effective, effective, nested
 from ingress.app.declaration.build import build
 from ingress.app.declaration.names import check_names
-from ingress.cli.run_command import run
-from ingress.cli.run_file import prepare, print_unused
+from ingress.cli.run_command import prepare, print_unused, run
 from ingress.cli.run_options import HTTP, RunOptions
 from ingress.cli.run_server import read_settings
 from ingress.cli.target import (

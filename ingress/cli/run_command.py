@@ -5,26 +5,22 @@ from __future__ import annotations
 import inspect
 import os
 import ssl
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import typer
 import uvicorn
 from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
 
+from ingress.api import RunTarget
 from ingress.app.config_file.loading import ConfigFile, is_config_file
+from ingress.app.config_file.reading import ConfigFileError
 from ingress.app.declaration.names import check_names
 from ingress.cli.admin import admin_options
 from ingress.cli.reloading import FileState
 from ingress.cli.replacing import Replaced, replaced_by
-from ingress.cli.run_file import (
-    builder_arguments,
-    check_file,
-    load_targets,
-    prepare,
-    print_unused,
-    process_logs,
-)
 from ingress.cli.run_options import HTTP, UVICORN, RunOptions
 from ingress.cli.run_server import (
     budget_for,
@@ -34,9 +30,10 @@ from ingress.cli.run_server import (
     serve_until_ctrl_c,
     start_again_if_needed,
 )
-from ingress.cli.target import read_file, refusal, refusing
+from ingress.cli.target import read_file, refusal, refusing, reporting_mistakes
 from ingress.cli.terminal import LOGGING, print_plan
 from ingress.cli.worker import Served
+from ingress.config import LoggingConfig
 from ingress.core.base.settings import (
     ENGINES,
     FIRST_FD,
@@ -47,10 +44,11 @@ from ingress.core.base.settings import (
     export,
     export_threads,
     listen_fds,
+    log_encoding,
 )
 from ingress.core.base.standard_streams import make_lossy
 from ingress.engines import local_engine
-from ingress.exceptions import RayServeException
+from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 from ingress.serving.http.address import Address
 from ingress.serving.http.admin_address import OFF
 from ingress.serving.http.server_options import ServerOptions
@@ -327,3 +325,88 @@ def _run_here(
     serve_in_new_processes(
         targets, served, settings, config, state, replaced, watches=options.watch
     )
+
+
+def check_file(file: ConfigFile, **options: Any) -> None:
+    """Refuse options of the command line that each application of a file has."""
+    for name, value in options.items():
+        if value:
+            raise refusal(
+                f"--{name.replace('_', '-')} is for MODULE:APP; in {file.path.name}, each "
+                "application has its own"
+            )
+
+
+def builder_arguments(
+    words: list[str] | None, file: ConfigFile | None, *, is_factory: bool
+) -> dict[str, str] | None:
+    """Return the arguments KEY=VALUE of a builder, `None` if there are none."""
+    if not words:
+        return None
+    if file is not None:
+        raise refusal(f"{words[0]!r}: in {file.path.name}, each application has its own `args`")
+    if is_factory:
+        raise refusal(
+            f"{words[0]!r} is for a builder, which has one parameter; leave out --factory"
+        )
+    for word in words:
+        key, _, value = word.partition("=")
+        if not key or not value:  # the words of Ray 2.60.0, scripts.py
+            raise refusal(
+                f"invalid application argument {word!r}, it must be of the form KEY=VALUE"
+            )
+    return dict(word.split("=", 1) for word in words)
+
+
+def print_unused(file: ConfigFile) -> None:
+    """Print, in one line of standard error, the options that only a cluster acts on."""
+    if unused := file.config.for_a_cluster():
+        text = f"Without effect here, only on a cluster: {'; '.join(unused)}"
+        typer.echo(f"{file.path.name}: {text}", err=True)
+
+
+def process_logs(
+    file: ConfigFile | None,
+    level: str | None,
+    encoding: str | None,
+    *,
+    access_log: bool,
+    prints: bool,
+) -> ProcessLogs:
+    """Return the logging of the command line, else of the file, else of the environment.
+
+    `prints` is false with a `--log-config`.
+    """
+    options: dict[str, Any] = {}
+    with refusing(ValueError):
+        if (named := log_encoding()) is not None:
+            options["encoding"] = named
+    if file is not None:
+        config = file.config.logging
+        options |= {name: getattr(config, name) for name in config.model_fields_set}
+    if encoding is not None:
+        if not prints:
+            raise refusal("--log-format and --log-config are both given; the file has the format")
+        options["encoding"] = encoding
+    if level is not None:
+        options["log_level"] = level.upper()
+    is_logged = access_log and options.get("enable_access_log", True)
+    return ProcessLogs(LoggingConfig(**options), is_logged, prints)
+
+
+@refusing(ConfigFileError)
+def prepare(file: ConfigFile) -> dict[str, str | None]:
+    """Set the variables and the folder of a file. Returns the variables' previous values.
+
+    Ends the program if its applications disagree.
+    """
+    return file.prepare()
+
+
+def load_targets(served: Served) -> list[RunTarget]:
+    """Import the applications. Ends the program on an error."""
+    with reporting_mistakes(served.target):
+        targets = list(served.targets())
+    if served.file is not None:  # they are named: the file's by `print_unused`, the code's just now
+        warnings.filterwarnings("ignore", category=OptionNotActedOnWarning)
+    return targets

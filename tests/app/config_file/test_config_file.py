@@ -16,7 +16,7 @@ import typer
 from ingress.app.config_file.loading import ConfigFile
 from ingress.app.config_file.models import ServeConfig
 from ingress.app.config_file.reading import ConfigFileError
-from ingress.cli.run_file import check_file
+from ingress.cli.run_command import check_file
 from tests.servers import INGRESS, environment, process, run_ingress, write_module
 
 APP = """
