@@ -2,8 +2,7 @@
 
     files       the files of the arguments; reading and writing them
     rewriting   one file: its imports and dotted names, and what is left to do by hand
-    hidden      the uses of a name that are not the name
-    bindings    the names of a file that mean Ray, by scope
+    bindings    the names of a file that mean Ray, by scope, and their hidden uses
     advice      the counterparts of Ray Serve's names; the sentences for names without one, and for
                 options without effect here
 

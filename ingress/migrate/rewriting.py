@@ -16,10 +16,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from ingress.migrate import advice, hidden
-from ingress.migrate.bindings import Bindings, Scope, chain
+from ingress.migrate import advice
+from ingress.migrate.bindings import NEWLINE, Bindings, Scope, chain, hidden_uses
 
-_NEWLINE = re.compile(r"\r\n|\r|\n")
 _DOTTED = re.compile(r"\w+\s*\.\s*serve")
 _UNUSED = re.compile(r"#.*\b(F401|unused-import)\b")
 _ABOUT_MODULES = {"import_module", "__import__", "importorskip", "patch", "setattr"}
@@ -82,7 +81,7 @@ class _Rewriter:
     removed: Counter[int] = field(default_factory=Counter)
 
     def run(self) -> Rewritten:
-        begins = [0, *(match.end() for match in _NEWLINE.finditer(self.text))]
+        begins = [0, *(match.end() for match in NEWLINE.finditer(self.text))]
         self.starts = begins
         self.lines = [
             self.text[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)
@@ -141,7 +140,7 @@ class _Rewriter:
 
     def _look_behind(self, home: Scope, name: str) -> None:
         """Keep the import of a name that something may use in a way that is not understood."""
-        found = list(hidden.uses(self.bindings, name, is_global=home.parent is None))
+        found = list(hidden_uses(self.bindings, name, is_global=home.parent is None))
         for node, scope in self.bindings.nodes:
             if isinstance(node, ast.Import) and home.parent is None and scope is home:
                 found += [
@@ -386,7 +385,7 @@ class _Rewriter:
         return re.match(r"[ \t\f]*(#.*)?(?:[\r\n]|$)", self.text[end:]) is not None
 
     def _newline(self) -> str:
-        found = _NEWLINE.search(self.text)
+        found = NEWLINE.search(self.text)
         return found.group() if found else "\n"
 
     def _free_name(self) -> str:
