@@ -202,11 +202,13 @@ def _response(result: Type, streams: bool, ctx: MethodSigContext) -> Type:
 
 def _method(ctx: AttributeContext, name: str) -> Type:
     """Return the type of `handle.name`: a handle to the method of that name."""
-    handle, deployed = ctx.default_attr_type, _argument(ctx.type, HANDLE)
+    handle, deployed = get_proper_type(ctx.default_attr_type), _argument(ctx.type, HANDLE)
     is_own = isinstance(ctx.type, Instance) and ctx.type.type.get(name) is not None
-    if is_own or name.startswith("_") or not isinstance(deployed, Instance):
+    if is_own or name.startswith("_"):
         return handle
-    return _with_argument(handle, _member(deployed, name, ctx))
+    if not isinstance(deployed, Instance) or not isinstance(handle, Instance):
+        return handle
+    return handle.copy_modified(args=[_member(deployed, name, ctx)])
 
 
 def _options(ctx: MethodContext) -> Type:
@@ -257,7 +259,10 @@ def _batch(ctx: FunctionContext | MethodContext) -> Type:
         return batched
     start = int(func.arg_names[:1] in (["self"], ["cls"]))  # as at run time
     parameters = Parameters(
-        [_item(each) for each in func.arg_types[start:]],
+        [
+            _argument(get_proper_type(each), "typing.Iterable") or AnyType(TypeOfAny.special_form)
+            for each in func.arg_types[start:]
+        ],
         func.arg_kinds[start:],
         func.arg_names[start:],
     )
@@ -280,11 +285,6 @@ def _argument(instance: Type | None, base: str) -> ProperType | None:
             if info.fullname == base:
                 return get_proper_type(map_instance_to_supertype(instance, info).args[0])
     return None
-
-
-def _with_argument(generic: Type, argument: Type) -> Type:
-    generic = get_proper_type(generic)
-    return generic.copy_modified(args=[argument]) if isinstance(generic, Instance) else generic
 
 
 Access = AttributeContext | MethodContext | MethodSigContext
@@ -318,12 +318,6 @@ def _each(target: FunctionLike, change: Callable[[CallableType], CallableType]) 
         return Overloaded([change(each) for each in target.items])
     assert isinstance(target, CallableType)
     return change(target)
-
-
-def _item(parameter: Type) -> Type:
-    """Return the type of the items of a list."""
-    items = _argument(get_proper_type(parameter), "typing.Iterable")
-    return items or AnyType(TypeOfAny.special_form)
 
 
 def _or_response(parameter: Type, api: CheckerPluginInterface) -> Type:

@@ -25,7 +25,7 @@ from ingress.check.rules import CheckError, Finding, rule_of
 from ingress.check.sources import CallSite, Function, SourceFile, Sources, calls_of, own_nodes
 from ingress.check.subjects import Subject
 from ingress.core.base.settings import SYNC_IN_THREADPOOL
-from ingress.core.execution.execution import Role
+from ingress.core.execution.execution import ExecutionMode, Role
 
 _PREFIX = "async "
 
@@ -58,10 +58,13 @@ def on_loop(
     `constructors` says whether constructors count. On a loop of its own, a starting replica has no
     requests that its constructor could delay.
     """
-    lifecycle = {each.function for each in subjects if each.is_lifecycle}
+    lifecycle = {each.function for each in subjects if each.role is Role.LIFECYCLE}
     found = {function: OnLoop(function) for function in sources.functions() if function.is_async}
-    on_it = (each for each in subjects if each.blocks or each.function.is_async)
-    found |= {each.function: OnLoop(each.function, each) for each in on_it}
+    found |= {
+        each.function: OnLoop(each.function, each)
+        for each in subjects
+        if each.function.is_async or each.mode is ExecutionMode.EVENT_LOOP
+    }
     if not constructors:
         for function in lifecycle:
             found.pop(function, None)

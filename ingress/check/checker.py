@@ -27,6 +27,7 @@ from ingress.check.rules import Finding, Report
 from ingress.check.sources import Function, Sources
 from ingress.check.subjects import Subject, sources_of, subjects_of
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
+from ingress.core.execution.execution import Role
 
 
 def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Finding]:
@@ -37,7 +38,9 @@ def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Findin
     flag, where unsafe code is already unsafe.
     """
     findings = [each for subject in subjects for each in _of_subject(subject, sources)]
-    for constructor in dict.fromkeys(each.function for each in subjects if each.is_lifecycle):
+    for constructor in dict.fromkeys(
+        each.function for each in subjects if each.role is Role.LIFECYCLE
+    ):
         if constructor.node.name == "__init__":
             findings += _of_constructor(constructor, subjects, sources)
     return merged(findings)

@@ -63,15 +63,6 @@ class Subject:
     sync_wrapper: str = ""
 
     @property
-    def is_lifecycle(self) -> bool:
-        return self.role is Role.LIFECYCLE
-
-    @property
-    def blocks(self) -> bool:
-        """True for a `def` on the event loop."""
-        return self.mode is ExecutionMode.EVENT_LOOP and not self.function.is_async
-
-    @property
     def moves(self) -> bool:
         """True if the flag moves the function from the loop to a thread."""
         return (self.mode_at_0, self.mode_at_1) == (
