@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ingress.core.base.settings import admin_settings
 from ingress.engines import local_engine
@@ -11,6 +11,9 @@ from ingress.observe.live.observer import Observer
 from ingress.observe.live.page import routes
 from ingress.serving.http.admin_address import OFF, AdminOptions
 from ingress.state.server import Snapshot
+
+if TYPE_CHECKING:
+    from ingress.observe.admin.listener import AdminListener
 
 
 def admin_options(address: str | None, token: str | None) -> AdminOptions:
@@ -35,26 +38,29 @@ def resolved(options: AdminOptions | None) -> AdminOptions:
     return by_code if by_code is not None and not options.is_given else options
 
 
-@contextmanager
-def admin_listening(
-    make: Callable[[], Snapshot],
-    options: AdminOptions,
-    observer: Observer,
-    on_listening: Callable[[Callable[[], None]], None] = lambda stop: None,
-) -> Iterator[str]:
-    """Have an admin listener in this context, and yield a line that names it, "" if it is off.
+class Admin:
+    """The admin listener of a server, if it is on, and `line`, which names it while it listens."""
 
-    `on_listening` gets a function that stops it earlier. Raises `RuntimeError` if its address is
-    busy.
-    """
-    if options.is_off:
-        yield ""
-        return
-    from ingress.observe.admin.listener import AdminListener
+    def __init__(
+        self, make: Callable[[], Snapshot], options: AdminOptions, observer: Observer
+    ) -> None:
+        self._make = make
+        self._options = options
+        self._observer = observer
+        self._listener: AdminListener | None = None
+        self.line = ""
 
-    listener = AdminListener(make, options, routes(observer))
-    on_listening(listener.stop)
-    try:
-        yield f"Metrics at {listener.url}/metrics, page at {listener.url}/"
-    finally:
-        listener.stop()
+    def listen(self) -> None:
+        """Begin to listen. Raises `RuntimeError` if the address is busy."""
+        if self._options.is_off:
+            return
+        from ingress.observe.admin.listener import AdminListener
+
+        self._listener = AdminListener(self._make, self._options, routes(self._observer))
+        url = self._listener.url
+        self.line = f"Metrics at {url}/metrics, page at {url}/"
+
+    def close(self) -> None:
+        """Stop listening. Once is enough."""
+        if self._listener is not None:
+            self._listener.stop()

@@ -24,7 +24,7 @@ from ingress import api
 from ingress.app.config_file.difference import CodeFiles, Difference, differences, for_new_processes
 from ingress.app.config_file.loading import ConfigFile, stamp_of
 from ingress.app.config_file.reading import ConfigFileError
-from ingress.cli.control_socket import Command, CommandError
+from ingress.cli.control_socket import CommandError
 from ingress.cli.sd_notify import notifying_reload
 from ingress.cli.server_commands import change, check
 from ingress.cli.worker import Served
@@ -244,6 +244,16 @@ class Reloads:
         """Ask for the file to be applied. For signal handlers: takes no lock."""
         self._asked.put(True)
 
+    def command(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Apply the file at once: the command of the control socket."""
+        if self._reload is None:
+            raise CommandError(
+                "this server has no file; start it with `ingress run serve.yaml`, or start a new "
+                "one with --replace, which takes over"
+            )
+        with notifying_reload():
+            return self._reload()
+
     def begin(self) -> None:
         """Apply the file from now on: the server is ready."""
         self._is_ready.set()
@@ -279,8 +289,7 @@ class Reloads:
             logger.info("SIGHUP is ignored: there is no file to apply; it serves on")
             return
         try:
-            with notifying_reload():
-                lines = self._reload()
+            lines = self.command({})
         except CommandError as error:
             for line in str(error).splitlines():
                 logger.error("the file is not applied: %s", line)
@@ -288,18 +297,3 @@ class Reloads:
             logger.exception("the file is not applied")
         else:
             logger.info("the file is applied: %s", "; ".join(lines) or "nothing to change")
-
-
-def command_of(reload: Reload | None) -> Command:
-    """Return the command of the control socket."""
-
-    def command(arguments: Mapping[str, Any]) -> list[str]:
-        if reload is None:
-            raise CommandError(
-                "this server has no file; start it with `ingress run serve.yaml`, or start a new "
-                "one with --replace, which takes over"
-            )
-        with notifying_reload():
-            return reload()
-
-    return command

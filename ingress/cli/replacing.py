@@ -141,10 +141,6 @@ class Handover:
     _heir: int | None = None
     stop_admin: Callable[[], object] = lambda: None
 
-    def note_admin(self, stop: Callable[[], object]) -> None:
-        """Take the function that stops the admin listener."""
-        self.stop_admin = stop
-
     def table(self) -> dict[str, Command]:
         return {"replace": self.replace, "retire": self.retire}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import typer
 import uvicorn
@@ -23,24 +23,22 @@ from ingress.app.asgi import log_if_not_callable
 from ingress.app.declaration.build import BuiltApplication, build
 from ingress.app.declaration.cluster_options import check_here
 from ingress.app.declaration.declaration import Application
-from ingress.cli.admin import admin_listening, resolved
+from ingress.cli.admin import Admin, resolved
 from ingress.cli.control_socket import Command, ControlSocket
 from ingress.cli.reloading import (
     FileState,
     Reloads,
     WorkersAddress,
-    command_of,
     reload_one_process,
     reload_workers,
 )
 from ingress.cli.replacing import (
-    Handover,
     Replaced,
     handover_of_one_process,
     handover_of_workers,
 )
 from ingress.cli.sd_notify import READY, feed_watchdog, notify
-from ingress.cli.server_commands import commands_of_one_process
+from ingress.cli.server_commands import change, commands_of
 from ingress.cli.target import mistake, refusal, refusing
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, work_until_reloaded
@@ -58,7 +56,6 @@ from ingress.serving.http.address import url_of
 from ingress.serving.http.admin_address import OFF, AdminOptions
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.shared_port import SharedPort
-from ingress.state.server import Snapshot
 from ingress.telemetry.mistakes import format_failed_start
 
 NEW_EVENT_LOOP = "ingress.core.calls.loops:new_event_loop"  # as uvicorn takes it
@@ -142,24 +139,27 @@ def serve_until_ctrl_c(
     is_local = engine == "local"
     observer = Observer(partial(parts_of, local_engine()))
     table = {
-        **commands_of_one_process(observer),
+        **commands_of(observer, change),
         **handover.table(),
-        "reload": command_of(reload),
+        "reload": reloads.command,
     }
     commands = table if is_local else None
     hang_up = reloads.ask if is_local else None
     admin_options = resolved(served.server.admin) if is_local else AdminOptions(OFF)
+    admin = Admin(local_engine().snapshot, admin_options, observer)
+    handover.stop_admin = admin.close
     try:
         # The socket outlives the drain, which takes place when the last context ends.
         # So does the admin listener, for the last scrape.
         with (
             controlled(commands, observer),
-            _Admin(local_engine().snapshot, admin_options, observer, handover, replaced) as admin,
+            closing(admin),
             reloads.running(),
             api.serving_until_signal(hang_up),
         ):
+            _listen(admin, replaced, is_ready=False)
             _start(targets, engine, served.logs.config)
-            admin.take_over()
+            _listen(admin, replaced, is_ready=True)
             if is_local:
                 local_engine().begin_http()
                 if (server := local_engine().http.server) is not None:
@@ -188,41 +188,16 @@ def controlled(commands: Mapping[str, Command] | None, observer: Observer) -> It
             yield
 
 
-class _Admin(ExitStack):
-    """The admin listener of a server, and `line`, which names it.
+def _listen(admin: Admin, replaced: Replaced, *, is_ready: bool) -> None:
+    """Have the admin listener begin, before the server starts.
 
-    It listens before the server starts. If the server takes the place of another one, which has the
-    address until then, it listens once that has retired. Ends the program if its address is busy.
+    If the server takes the place of another one, which has the address until it retires, both
+    happen once this one is ready. Ends the program if the address is busy.
     """
-
-    def __init__(
-        self,
-        make: Callable[[], Snapshot],
-        options: AdminOptions,
-        observer: Observer,
-        handover: Handover,
-        replaced: Replaced,
-    ) -> None:
-        super().__init__()
-        self._listening = partial(admin_listening, make, options, observer, handover.note_admin)
-        self._replaced = replaced
-        self.line = ""
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        if self._replaced.server is None:
-            self._listen()
-        return self
-
-    def take_over(self) -> None:
-        """Have the other server retire, if there is one: this one is ready."""
-        if self._replaced.server is not None:
-            self._replaced.retire()
-            self._listen()
-
-    def _listen(self) -> None:
+    if is_ready is (replaced.server is not None):
+        replaced.retire()
         try:
-            self.line = self.enter_context(self._listening())
+            admin.listen()
         except RuntimeError as error:
             raise refusal(f"--admin: {error}") from None
 
@@ -341,7 +316,7 @@ def _supervise(
     reloads = Reloads(reload, state.file if state is not None and watches else None)
 
     def when_ready() -> None:
-        admin.take_over()
+        _listen(admin, replaced, is_ready=True)
         _say(line, admin.line)
         notify(READY)
         reloads.begin()
@@ -351,11 +326,17 @@ def _supervise(
     supervisor = Supervisor(config, served, port, when_ready, reloads.ask)
     commands = WorkersCommands(supervisor, url)
     handover = handover_of_workers(supervisor, port)
-    table = {**commands.table(), **handover.table(), "reload": command_of(reload)}
-    make = partial(snapshot_of_workers, supervisor, url)
+    table = {
+        **commands_of(commands.observer, commands.change),
+        **handover.table(),
+        "reload": reloads.command,
+    }
+    admin = Admin(partial(snapshot_of_workers, supervisor, url), options, commands.observer)
+    handover.stop_admin = admin.close
     with (
         controlled(table, commands.observer),
-        _Admin(make, options, commands.observer, handover, replaced) as admin,
+        closing(admin),
         reloads.running(),
     ):
+        _listen(admin, replaced, is_ready=False)
         return supervisor.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,15 +33,15 @@ class Failed(str):
     __slots__ = ()
 
 
-def commands_of_one_process(observer: Observer) -> dict[str, Command]:
-    """Return the commands of a server that is one process."""
+def commands_of(observer: Observer, change: Callable[..., list[str]]) -> dict[str, Command]:
+    """Return the commands of a server; `change` is that of this process, or of all workers."""
     return {
-        "livez": livez,
+        "livez": lambda arguments: "success",  # from a thread: it lives, whatever its loops do
         "view": lambda arguments: observer.view(),
         "progress": lambda arguments: observer.progress(),
         "memory": lambda arguments: memory(observer, arguments),
         "stop": stop,
-        "scale": scale,
+        "scale": lambda arguments: change(scaling(arguments), SCALE, is_scaling=True),
     }
 
 
@@ -75,16 +75,6 @@ def stop(arguments: Mapping[str, Any]) -> None:
     """Stop this process as SIGTERM does."""
     notify("STOPPING=1")  # systemd would take the end for an exit of its own accord
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def livez(arguments: Mapping[str, Any]) -> str:
-    """Answer from a thread: the process lives, whatever its event loops do."""
-    return "success"
-
-
-def scale(arguments: Mapping[str, Any]) -> list[str]:
-    """Change the number of replicas of deployments. Returns a line for each."""
-    return change(scaling(arguments), SCALE, is_scaling=True)
 
 
 def scaling(arguments: Mapping[str, Any]) -> Changes:

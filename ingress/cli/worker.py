@@ -18,10 +18,9 @@ import os
 import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from multiprocessing import parent_process
@@ -41,12 +40,13 @@ from ingress.app.config_file.reading import ConfigFileError
 from ingress.app.declaration import module_app
 from ingress.app.declaration.build import with_options
 from ingress.app.declaration.module_app import NotAnApplication
-from ingress.cli.admin import admin_listening, resolved
+from ingress.cli.admin import Admin, resolved
 from ingress.cli.control_socket import Command, CommandError, ControlSocket
 from ingress.cli.server_commands import (
     SCALE,
     Changes,
-    commands_of_one_process,
+    change,
+    commands_of,
     run_in_worker,
 )
 from ingress.core.base.settings import Settings
@@ -54,7 +54,7 @@ from ingress.core.base.signals import stop_signals
 from ingress.core.base.standard_streams import make_lossy
 from ingress.core.calls.loops import run_blocking
 from ingress.engines import local_engine
-from ingress.engines.hosting import CombinedApp, host_as
+from ingress.engines.hosting import CombinedApp
 from ingress.exceptions import OptionNotActedOnWarning
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of
@@ -152,10 +152,7 @@ class Served:
         local_engine().use(self.server)
         if self.file is not None:
             self.file.prepare()
-            return CombinedApp(local_engine(), partial(run_all, list(self.targets())))
-        (one,) = self.targets()
-        host_as(one.target, self.name, self.route_prefix)
-        return one.target
+        return CombinedApp(local_engine(), partial(run_all, list(self.targets())))
 
     def targets(self) -> Iterator[RunTarget]:
         """Import the applications, one after another."""
@@ -217,9 +214,9 @@ def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connect
     except SystemExit:
         pass
     except OSError as error:
-        cause.lines.append(f"cannot serve: {error}")
-    except Exception:  # the supervisor prints it
-        cause.lines.append(traceback.format_exc())
+        logger.error("cannot serve: %s", error)
+    except Exception:
+        logger.exception("cannot serve")
     if not server.started:
         server.report("\n".join(cause.lines))
         sys.exit(STARTUP_FAILURE)
@@ -345,8 +342,10 @@ def work_until_reloaded(
     control = ControlSocket(_commands_of_the_reloaded(observer), os.getppid())
     try:
         options = resolved(served.server.admin)
-        with observer, admin_listening(local_engine().snapshot, options, observer) as admin:
-            ReloadedServer(config, "\n".join(filter(None, (line, admin))), control).run(sockets)
+        with observer, closing(Admin(local_engine().snapshot, options, observer)) as admin:
+            admin.listen()
+            lines = "\n".join(filter(None, (line, admin.line)))
+            ReloadedServer(config, lines, control).run(sockets)
     except RuntimeError as error:
         sys.exit(f"Error: {error}")
 
@@ -365,7 +364,7 @@ def _commands_of_the_reloaded(observer: Observer) -> dict[str, Command]:
     def stop(arguments: Mapping[str, Any]) -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
-    return {**commands_of_one_process(observer), "reload": reload, "stop": stop, "view": view}
+    return {**commands_of(observer, change), "reload": reload, "stop": stop, "view": view}
 
 
 def _outlive_no_parent(config: uvicorn.Config) -> None:

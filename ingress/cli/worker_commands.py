@@ -19,15 +19,10 @@ from time import monotonic, sleep, time
 from typing import Any
 
 from ingress.app.config_file.loading import ConfigFile
-from ingress.cli.control_socket import Command, CommandError
+from ingress.cli.control_socket import CommandError
 from ingress.cli.server_commands import (
-    SCALE,
     Changes,
     Failed,
-    livez,
-    memory,
-    scaling,
-    stop,
 )
 from ingress.cli.worker_process import Asked, Rolling
 from ingress.cli.workers import Supervisor
@@ -103,16 +98,6 @@ class WorkersCommands:
         self.workers = workers
         self._changing = threading.Lock()  # one change at a time
         self.observer = Observer(self._answers, lambda: self.url)
-
-    def table(self) -> dict[str, Command]:
-        return {
-            "livez": livez,
-            "view": lambda arguments: self.observer.view(),
-            "progress": lambda arguments: self.observer.progress(),
-            "memory": lambda arguments: memory(self.observer, arguments),
-            "stop": stop,
-            "scale": lambda arguments: self.change(scaling(arguments), SCALE, is_scaling=True),
-        }
 
     def _answers(self, command: str, argument: float = 0.0) -> tuple[list[Any], dict[int, str]]:
         """Return the answers of the workers, and the reasons of those without one, by id."""

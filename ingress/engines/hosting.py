@@ -35,7 +35,6 @@ from ingress.app.declaration.declaration import Application
 from ingress.context import AppLifespan
 from ingress.core.calls.loops import Wakeup, asyncio_loop, run_on, start_on
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
-from ingress.engines.current import local_engine
 from ingress.engines.local import LocalEngine
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.running import RunningApplication
@@ -336,15 +335,6 @@ class Hosting:
                 object.__setattr__(application, "_hosted", Hosted(self._engine, application))
             hosted: Hosted = application._hosted
             return hosted
-
-
-def host_as(application: Application, name: str, route_prefix: str) -> None:
-    """Set the name and the prefix under which an application is served as an ASGI app.
-
-    Call this before its first use.
-    """
-    hosted = Hosted(local_engine(), application, name, route_prefix)
-    object.__setattr__(application, "_hosted", hosted)
 
 
 async def _answer_lifespan(
