@@ -4,8 +4,8 @@
                 JSON, SARIF and annotations
     sources     the user's files, parsed: functions, values of names, calls between functions
     state       the values of attributes and globals
-    subjects    the functions that an application calls, and where they run
-    decorated   the same for files that are not imported
+    subjects    the functions that an application calls, and where they run; the same for files
+                that are not imported
     blocking    blocking calls on an event loop, with ruff
     races       shared state that several threads read and then write
     affinity    objects that belong to an event loop or a thread

@@ -5,7 +5,7 @@
     return self._predict_async(x)                                           IG105
     self.db = sqlite3.connect(...) in the constructor, used in a method     IG106
 
-`subjects` and `decorated`, which follow decorators, find IG104.
+`subjects`, which follows decorators, finds IG104.
 """
 
 from __future__ import annotations

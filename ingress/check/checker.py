@@ -11,7 +11,6 @@ from ingress.app.declaration.build import build
 from ingress.app.declaration.declaration import Application
 from ingress.check.affinity import affine_objects, awaitables, loop_uses
 from ingress.check.blocking import blocking_calls
-from ingress.check.decorated import dependencies_in, sources_in, subjects_in
 from ingress.check.races import (
     Unsafe,
     found,
@@ -25,7 +24,14 @@ from ingress.check.races import (
 from ingress.check.replicas import findings_of_processes, shared_objects
 from ingress.check.rules import Finding, Report
 from ingress.check.sources import Function, Sources
-from ingress.check.subjects import Subject, sources_of, subjects_of
+from ingress.check.subjects import (
+    Subject,
+    dependencies_in,
+    sources_in,
+    sources_of,
+    subjects_in,
+    subjects_of,
+)
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.core.execution.execution import Role
 

@@ -7,6 +7,14 @@
 
 Functions inside a decorator's wrapper count as called, too. Every user `async def` runs on an event
 loop, with any caller.
+
+For files that are not imported, the decorators in the source say the same:
+
+    below `@app.get(...)`, in `Depends(...)`      ENDPOINT
+    in a class below `@serve.deployment`          METHOD, BATCH or LIFECYCLE
+    anything else                                 not called from outside
+
+There `execution.plan` decides where each runs, by a stand-in function of the same kind.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +30,7 @@ from types import FunctionType
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.names import PublicMethods
-from ingress.check.sources import OURS, Function, Sources, dotted
+from ingress.check.sources import OURS, Function, Sources, dotted, last_name
 from ingress.core.base.foreign import stored, undisguised
 from ingress.core.base.libraries import is_library
 from ingress.core.base.settings import Settings
@@ -35,13 +43,17 @@ from ingress.core.execution.execution import (
     kind,
     name_of,
 )
-from ingress.core.execution.lanes import lanes_of
+from ingress.core.execution.lanes import lanes_of, method
 from ingress.observe.inspection.budget import plans_of
 
-HOOKS = ("__call__", "reconfigure", "check_health")
+_HOOKS = ("__call__", "reconfigure", "check_health")
 _OFFLOADS = {
     *("BackgroundTask", "add_task", "map", "run_in_executor", "run_in_threadpool", "run_sync"),
     *("submit", "to_thread"),
+}
+_ROUTES = {
+    *("api_route", "delete", "get", "head", "options", "patch", "post", "put", "route"),
+    *("trace", "websocket", "websocket_route"),
 }
 
 
@@ -77,7 +89,7 @@ class Subject:
         return is_threaded and self.role in (Role.METHOD, Role.ENDPOINT)
 
 
-def planned(
+def _planned(
     function: Function,
     func: Callable[..., object],
     role: Role,
@@ -147,14 +159,14 @@ def _callables(
             yield route.func, Role.ENDPOINT
     for name in ("__init__", "__del__"):
         yield getattr(target, name, object.__init__), Role.LIFECYCLE
-    elsewhere = handed_on(sources)
-    for name in dict.fromkeys([*HOOKS, *PublicMethods(target)]):
+    elsewhere = _handed_on(sources)
+    for name in dict.fromkeys([*_HOOKS, *PublicMethods(target)]):
         value = inspect.getattr_static(target, name, None)
         value = undisguised(value)
         value = stored(value, "__func__", value)
         if not callable(value) or inspect.isclass(value) or code_of(value) in routes:
             continue
-        if name in HOOKS or name not in elsewhere:
+        if name in _HOOKS or name not in elsewhere:
             yield value, Role.METHOD
 
 
@@ -176,7 +188,7 @@ def _subjects(
         function = sources.of_code(code_of(func))
         # An `async def` wrapper may run its `def` in any thread.
         if function is not None and not (is_in_async and not function.is_async):
-            yield planned(
+            yield _planned(
                 function,
                 func,
                 role,
@@ -205,7 +217,7 @@ def _closed_over(func: Callable[..., object]) -> FunctionType | None:
 
 
 @lru_cache(maxsize=8)
-def handed_on(sources: Sources) -> frozenset[str]:
+def _handed_on(sources: Sources) -> frozenset[str]:
     """Return the names of methods that user code hands to threads and no handle calls."""
     given: set[str] = set()
     by_handle: set[str] = set()
@@ -220,3 +232,165 @@ def handed_on(sources: Sources) -> frozenset[str]:
             elif called in ("remote", "options"):
                 by_handle.add(owner.rpartition(".")[2])
     return frozenset(given - by_handle)
+
+
+def sources_in(paths: Iterable[Path]) -> Sources:
+    """Return the given Python files and those in folders, except hidden ones and environments."""
+    sources = Sources()
+    for root in paths:
+        found = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        for path in found:
+            below = path.relative_to(root).parts if root.is_dir() else ()
+            if not any(part.startswith(".") or part == "site-packages" for part in below):
+                sources.add(path, _module_name(path.resolve()))
+    return sources
+
+
+def subjects_in(sources: Sources, settings: Settings) -> list[Subject]:
+    """Return the functions that a deployment or a FastAPI app seems to call."""
+    roles = {function: _role(function, sources) for function in sources.functions()}
+    roles |= dict.fromkeys(_dependencies(sources), Role.ENDPOINT)
+    return [_subject(function, role, sources, settings) for function, role in roles.items() if role]
+
+
+def dependencies_in(sources: Sources, settings: Settings) -> list[Subject]:
+    """Return the functions in `Depends(...)`."""
+    found = dict.fromkeys(_dependencies(sources))
+    return [_subject(function, Role.ENDPOINT, sources, settings) for function in found]
+
+
+def _subject(function: Function, role: Role, sources: Sources, settings: Settings) -> Subject:
+    override = _override(function)
+    func = _STAND_INS[function.is_async, function.is_generator]
+    return _planned(
+        function,
+        func if override is None else override(_like(func)),
+        role,
+        settings,
+        lanes=Lanes(1, {}, _has_serial(function)),
+        one_at_a_time=_one_at_a_time(function),
+        sync_wrapper=_sync_decorator(function, sources) if role is Role.METHOD else "",
+    )
+
+
+def _dependencies(sources: Sources) -> Iterator[Function]:
+    """Yield the functions that parameters and decorators name in `Depends(...)`."""
+    for function in sources.functions():
+        for node in ast.walk(function.node.args):
+            yield from _depended_on(node, function, sources)
+        for decorator in function.node.decorator_list:
+            for node in ast.walk(decorator):
+                yield from _depended_on(node, function, sources)
+
+
+def _depended_on(node: ast.AST, user: Function, sources: Sources) -> Iterator[Function]:
+    if not isinstance(node, ast.Call) or last_name(node) not in ("Depends", "Security"):
+        return
+    for argument in node.args[:1]:
+        # A method of the class is named without the class.
+        in_class = f"{user.file.module}.{user.cls}.{dotted(argument)}"
+        full_name = sources.full_name(argument, user.file)
+        found = sources.function(in_class) or sources.function(full_name)
+        if found is not None:
+            yield found
+
+
+def _role(function: Function, sources: Sources) -> Role | None:
+    """Return the role of a function, by its decorators or those of its class."""
+    if any(map(_is_route, function.node.decorator_list)):
+        return Role.ENDPOINT
+    name = function.node.name
+    if function.parent is not None:
+        return None
+    if not function.cls:
+        return Role.METHOD if "deployment" in function.decorators else None
+    if "deployment" not in map(last_name, function.file.classes[function.cls].decorator_list):
+        return None
+    if name in ("__init__", "__del__"):
+        return Role.LIFECYCLE
+    if "batch" in function.decorators:
+        return Role.BATCH
+    is_entry = name in _HOOKS or not (name.startswith("_") or name in _handed_on(sources))
+    return Role.METHOD if is_entry else None
+
+
+def _is_route(decorator: ast.expr) -> bool:
+    """Return whether a decorator is `@app.get(...)` or similar, with any name for the app."""
+    func = decorator.func if isinstance(decorator, ast.Call) else None
+    return isinstance(func, ast.Attribute) and func.attr in _ROUTES
+
+
+def _sync_decorator(function: Function, sources: Sources) -> str:
+    """Return the wrapper of a user decorator that makes an `async def` a `def`, or ""."""
+    for decorator in sources.decorators_of(function) if function.is_async else ():
+        inner = list(decorator.children.values())
+        if inner and not any(each.is_async for each in inner):
+            return inner[0].name
+    return ""
+
+
+def _one_at_a_time(function: Function) -> bool:
+    """Return whether a function's deployment has `max_ongoing_requests=1`."""
+    cls = function.file.classes.get(function.cls)
+    decorators = [] if cls is None else cls.decorator_list
+    return any(
+        keyword.arg == "max_ongoing_requests" and ast.unparse(keyword.value) == "1"
+        for call in decorators
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+    )
+
+
+def _override(function: Function) -> Callable[[FunctionType], FunctionType] | None:
+    """Return the `@serve.method(...)` of a function, to apply to its stand-in."""
+    for each in function.node.decorator_list:
+        if isinstance(each, ast.Call) and last_name(each) == "method":
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in each.keywords}
+            if given.get("execution", "").strip("'\"") in ("event_loop", "serial"):
+                return method(execution=given["execution"].strip("'\""))  # type: ignore[arg-type]
+            return method(execution="threadpool")  # a lane's threads are threads
+    return None
+
+
+def _like(func: Callable[..., object]) -> FunctionType:
+    """Return a copy of a function, so that a decorator does not change the shared one."""
+    assert isinstance(func, FunctionType)  # for types
+    return FunctionType(func.__code__, func.__globals__)
+
+
+def _has_serial(function: Function) -> bool:
+    """Return whether a function's class has a serial method, so its constructor is serial, too."""
+    return any(
+        "execution='serial'" in ast.unparse(decorator)
+        for each in function.file.functions
+        if each.cls == function.cls
+        for decorator in each.node.decorator_list
+    )
+
+
+def _module_name(path: Path) -> str:
+    names = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        names.append(folder.name)
+        folder = folder.parent
+    return ".".join(reversed(names)) or path.parent.name
+
+
+def _function() -> None: ...
+async def _coroutine() -> None: ...
+def _generator() -> Iterator[None]:
+    yield
+
+
+async def _async_generator() -> AsyncIterator[None]:
+    yield
+
+
+_STAND_INS: dict[tuple[bool, bool], Callable[..., object]] = {
+    (False, False): _function,
+    (True, False): _coroutine,
+    (False, True): _generator,
+    (True, True): _async_generator,
+}
+"""Functions, by whether they are async and whether they are generators."""
