@@ -10,7 +10,7 @@ Commands, each the function of a command line:
 
 The supervisor, with `ingress run --workers`:
 
-    workers          the processes and their supervisor; worker_process: one, as it sees it
+    workers          the processes and their supervisor
     worker           the work of one process; reloading, replacing: of the file, of a server
 
 The control channel to a running server:

@@ -34,8 +34,7 @@ from ingress.cli.control_socket import (
 from ingress.cli.sd_notify import notify
 from ingress.cli.target import refusal, refusing
 from ingress.cli.terminal import console, tamed
-from ingress.cli.worker_process import Asked
-from ingress.cli.workers import Supervisor
+from ingress.cli.workers import Asked, Supervisor
 from ingress.config import HTTPOptions
 from ingress.core.base.settings import Settings
 from ingress.engines import local_engine

@@ -351,13 +351,12 @@ class RunOptions:
 
     def handed(self, way: Way) -> dict[str, Any]:
         """Return the options that go a way, as the receiver's keywords, without the defaults."""
-        found = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            for mark in _WAYS[each.name]:
-                if mark.receiver == way.receiver and value != each.default:
-                    found[mark.name or each.name] = str(value) if isinstance(value, Path) else value
-        return found
+        return {
+            mark.name or each.name: str(value) if isinstance(value, Path) else value
+            for each in fields(self)
+            for mark in _WAYS[each.name]
+            if mark.receiver == way.receiver and (value := getattr(self, each.name)) != each.default
+        }
 
     def from_here(self) -> Self:
         """Return the same with absolute paths: the `working_dir` of a file changes the folder."""

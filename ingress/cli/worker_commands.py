@@ -24,8 +24,7 @@ from ingress.cli.server_commands import (
     Changes,
     Failed,
 )
-from ingress.cli.worker_process import Asked, Rolling
-from ingress.cli.workers import Supervisor
+from ingress.cli.workers import Asked, Rolling, Supervisor
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.view import SILENT
 from ingress.observe.timeline.recorder import ASK_S

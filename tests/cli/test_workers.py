@@ -15,8 +15,7 @@ from typing import Any, cast
 import pytest
 from uvicorn import Config
 
-from ingress.cli.worker_process import Asked
-from ingress.cli.workers import Supervisor
+from ingress.cli.workers import Asked, Supervisor
 from tests.programs import INGRESS, ServerProcess, environment, process, run_ingress, write_module
 from tests.reliability.figures import Figures
 from tests.servers import PATIENCE_S, Connection, get, wait_until

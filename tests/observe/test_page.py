@@ -21,7 +21,7 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.cli import worker_commands, worker_process
+from ingress.cli import worker_commands, workers
 from ingress.core.calls.notable import NOTABLE
 from ingress.engines import local_engine
 from ingress.observe.admin.listener import AdminListener
@@ -169,7 +169,7 @@ def test_a_recording_of_a_worker_may_come_later_than_a_status(
     class Supervisor:
         pid = 1
 
-        def post(self, asked: worker_process.Asked) -> None:
+        def post(self, asked: workers.Asked) -> None:
             asked.waits_for.add(7)
             told = {"pid": 7, "trace": "{}"}
             threading.Timer(0.3, asked.answer, (7, told)).start()
