@@ -19,7 +19,6 @@ from uvicorn.supervisors import ChangeReload
 
 from ingress import api
 from ingress.api import RunTarget
-from ingress.app.asgi import log_if_not_callable
 from ingress.app.declaration.build import BuiltApplication, build
 from ingress.app.declaration.cluster_options import check_here
 from ingress.app.declaration.declaration import Application
@@ -41,7 +40,7 @@ from ingress.cli.sd_notify import READY, feed_watchdog, notify
 from ingress.cli.server_commands import change, commands_of
 from ingress.cli.target import mistake, refusal, refusing
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
-from ingress.cli.worker import Served, work_until_reloaded
+from ingress.cli.worker import Served, run_all, work_until_reloaded
 from ingress.cli.worker_commands import WorkersCommands, snapshot_of_workers
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
@@ -210,23 +209,13 @@ def _say(*lines: str) -> None:
 def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> None:
     # Here, the process's own logging is for all deployments already.
     logging_config = logs if engine == "ray" and logs.model_fields_set else None
-
-    def run() -> None:
-        for each in targets:
-            if each.route_prefix is not None:
-                log_if_not_callable(each.target.deployment.func_or_class)
-            api.run(
-                each.target, name=each.name, route_prefix=each.route_prefix,
-                logging_config=logging_config, engine=engine,
-            )  # fmt: skip
-
     try:
         if engine == "local":
             with showing_start(local_engine().status):
-                run()
+                run_all(targets)
         else:
             console.print("[dim]starting on Ray, which takes a while[/dim]", highlight=False)
-            run()  # the Ray engine checks before it starts
+            run_all(targets, engine, logging_config)  # the Ray engine checks before it starts
     except Exception as error:
         api.shutdown()
         if engine == "local":

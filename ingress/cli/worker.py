@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -34,6 +34,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ingress.api import LAME_DUCK_S, RunTarget, run
+from ingress.app.asgi import log_if_not_callable
 from ingress.app.config_file.difference import changed_names
 from ingress.app.config_file.loading import ConfigFile
 from ingress.app.config_file.reading import ConfigFileError
@@ -49,6 +50,7 @@ from ingress.cli.server_commands import (
     commands_of,
     run_in_worker,
 )
+from ingress.config import LoggingConfig
 from ingress.core.base.settings import Settings
 from ingress.core.base.signals import stop_signals
 from ingress.core.base.standard_streams import make_lossy
@@ -174,10 +176,17 @@ class Served:
             yield RunTarget(each.application, each.config.name, each.config.route_prefix)
 
 
-def run_all(targets: list[RunTarget]) -> None:
-    """Start the applications on the local engine, one after another."""
+def run_all(
+    targets: Sequence[RunTarget], engine: str = "local", logs: LoggingConfig | None = None
+) -> None:
+    """Start the applications on an engine, one after another."""
     for each in targets:
-        run(each.target, name=each.name, route_prefix=each.route_prefix, engine="local")
+        if each.route_prefix is not None:
+            log_if_not_callable(each.target.deployment.func_or_class)
+        run(
+            each.target, name=each.name, route_prefix=each.route_prefix, logging_config=logs,
+            engine=engine,
+        )  # fmt: skip
 
 
 def work(config: uvicorn.Config, served: Served, port: SharedPort, pipe: Connection) -> None:

@@ -128,21 +128,13 @@ class Hosted:
     """One application that is served as an ASGI app. Thread-safe: requests come on any loop."""
 
     __slots__ = (
-        "_application", "_drain", "_engine", "_lender", "_lock", "_name", "_proxy",
-        "_route_prefix", "_running", "_start_of", "_starting", "lifespans",
+        "_application", "_drain", "_engine", "_lender", "_lock", "_proxy", "_running",
+        "_start_of", "_starting", "lifespans",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        engine: LocalEngine,
-        application: Application,
-        name: str | None = None,
-        route_prefix: str = "/",
-    ) -> None:
+    def __init__(self, engine: LocalEngine, application: Application) -> None:
         self._engine = engine
         self._application = application
-        self._name = name
-        self._route_prefix = route_prefix
         self._lock = Lock()
         self._proxy = HTTPProxy()
         self._running: RunningApplication | None = None
@@ -246,13 +238,13 @@ class Hosted:
         self._proxy = HTTPProxy()
         self._proxy.limits = engine.request_limits()
         log_if_not_callable(self._application.deployment.func_or_class)
-        name, route_prefix = self._name or engine.apps.free_name(), self._route_prefix
+        name = engine.apps.free_name()
         built = build_here(self._application, name)
-        start = self._start_of = Start(RunningApplication(name, route_prefix, self._proxy))
+        start = self._start_of = Start(RunningApplication(name, "/", self._proxy))
         serving_loop = engine.threads.user_loop if lender is None else lambda: lender
         await engine.start_application(start, built, serving_loop)
         running = start.application
-        self._proxy.table = RouteTable({route_prefix: running.ingress.router})
+        self._proxy.table = RouteTable({"/": running.ingress.router})
         self._running, self._lender = running, lender
 
     def _started(self, starting: Future[None]) -> None:
