@@ -10,7 +10,7 @@
 If the new one does not become ready, the old one has only passed copies of its sockets, and serves
 on. Connections that wait to be accepted are in the kernel's queue, which both have. Worker
 processes have a socket each: there the new ones bind the same port, and the old ones empty their
-queues.
+queues. If one process takes the place of workers, it accepts before they retire.
 """
 
 from __future__ import annotations

@@ -158,6 +158,9 @@ def serve_until_ctrl_c(
         ):
             _listen(admin, replaced, is_ready=False)
             _start(targets, engine, served.logs.config)
+            if is_local and served.server.shares_port:
+                # Workers that retire close sockets of their own: connections need another before.
+                local_engine().begin_http()
             _listen(admin, replaced, is_ready=True)
             if is_local:
                 local_engine().begin_http()

@@ -77,8 +77,11 @@ class EngineHTTP:
             run_blocking(threads.control.loop, server.start())
 
     def begin(self, threads: EngineThreads) -> None:
-        """Accept connections: the server that this one replaces does so no more."""
-        if self.server is not None and self.command_line.replaces:
+        """Accept connections: the server that this one replaces does so no more, or not for long.
+
+        No effect the second time.
+        """
+        if self.server is not None and self.command_line.replaces and not self.server.is_begun:
             run_blocking(threads.control.loop, self.server.start())
 
     def update(self, options: HTTPOptions, threads: EngineThreads) -> None:

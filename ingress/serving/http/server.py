@@ -50,6 +50,11 @@ class HTTPServer:
         self._server: HTTPThreadServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
+    @property
+    def is_begun(self) -> bool:
+        """Return whether it accepts connections, or has."""
+        return self._server is not None
+
     async def start(self) -> None:
         """Begin to accept connections."""
         await run_on(self.home.loop, self._start)
