@@ -26,6 +26,7 @@ from ingress.core.calls.tracing import trace_id_of
 from ingress.telemetry.logs.identity import printable
 from ingress.telemetry.logs.options import ACCESS, LOGS
 
+logger = logging.getLogger("ingress")
 _logger = logging.getLogger(ACCESS)
 _MESSAGE = "%s %s %s %.1fms"  # Ray 2.60.0, logging_utils.py
 SWITCHED = 101
@@ -141,7 +142,10 @@ class AccessLine:
             fields["trace_id"] = trace_id
         if path:
             fields["path"] = path
-        _logger.handle(record)
+        try:
+            _logger.handle(record)
+        except Exception:  # of a filter of the user's: the log is no part of the answer
+            logger.warning("a filter or handler of '%s' has failed", ACCESS, exc_info=True)
 
     def _route(self, call: Call) -> str:
         """Return the route, also of a request that no endpoint has seen; "" for none."""

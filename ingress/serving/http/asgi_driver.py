@@ -58,6 +58,8 @@ async def respond(reply: Reply) -> None:
                     last = (END,)
                     break
                 call.when_settled(reply.note_end)
+            elif isinstance(came, BaseException):
+                raise came
             elif isinstance(came, Channel):
                 await reply.forward(came)
                 call.when_settled(reply.note_end)

@@ -308,13 +308,13 @@ class GuardedH11(Guarded, H11Protocol):
 
 PROTOCOL: type[Guarded] = GuardedH11
 if HttpToolsProtocol is not None:
-    from ingress.serving.http.direct import Direct, proxy_of
+    from ingress.serving.http.direct import Direct, forwarding_of, proxy_of
 
     class GuardedHttptools(Direct, Guarded, HttpToolsProtocol):  # type: ignore[misc]
         """One connection, read by httptools. It drives requests by itself, if that can be."""
 
         __slots__ = (
-            "_cycle", "_is_parsing", "_proxys_app", "_reply", "_serves", "_starting",
+            "_cycle", "_forwarding", "_is_parsing", "_proxys_app", "_reply", "_serves", "_starting",
             "_task_context",
         )  # fmt: skip
 
@@ -322,8 +322,11 @@ if HttpToolsProtocol is not None:
             super().__init__(others, **given)
             self._serves = None if self.config.reset_contextvars else proxy_of(self.app)
             self._proxys_app = self.app  # a refused request gets another
+            self._forwarding = forwarding_of(self.app)
             self._is_parsing = False
-            self._starting: Any = None  # the cycle of the request that has just come
+            # The cycle of the request that has just come, and whether a proxy forwards it: the head
+            # of the next request may have come with it.
+            self._starting: tuple[Any, bool] | None = None
 
         # The next two methods are on the path of each request: `super()` would cost as much as
         # the first one does.
@@ -337,15 +340,16 @@ if HttpToolsProtocol is not None:
                 self._is_parsing = False
             if (starting := self._starting) is not None:
                 self._starting = None
+                cycle, is_forwarded = starting
                 proxy = self._serves
-                is_whole = not (starting.more_body or starting.waiting_for_100_continue)
-                if proxy is not None and is_whole and not self._is_forwarded:
+                if proxy is not None and not (cycle.more_body or cycle.waiting_for_100_continue):
+                    forwarding = self._forwarding if is_forwarded else None
                     # As a task would, in the next turn of the loop: then the calls that came on
                     # all connections go to the user loop by one wake-up. At once, a request would
                     # cost 10 us more with 32 connections.
-                    self.loop.call_soon(self._drive, proxy, starting)
+                    self.loop.call_soon(self._drive, proxy, cycle, forwarding)
                 else:
-                    self._start_task(starting, self._proxys_app)
+                    self._start_task(cycle, self._proxys_app)
             cycle = self.cycle
             if self._unparsed or cycle is None or cycle.response_complete:
                 self._check_progress()
@@ -353,7 +357,7 @@ if HttpToolsProtocol is not None:
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
             """Begin a request; after the data that is here, which may have its whole body."""
             if self._is_parsing and self._serves is not None and app is self._proxys_app:
-                self._starting = cycle
+                self._starting = cycle, self._is_forwarded
             else:
                 self._start_task(cycle, app)
 

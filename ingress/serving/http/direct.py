@@ -11,11 +11,13 @@ own for proxies. What the client gets, and what is counted, logged and waited fo
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from contextvars import Context, copy_context
+from copy import copy
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from starlette.types import ASGIApp, Message, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.serving.http.access import AccessLine
 from ingress.serving.http.compat import (
@@ -35,6 +37,19 @@ def proxy_of(app: Any) -> HTTPProxy | None:
     if type(app) is ProxyHeadersMiddleware:
         app = app.app
     return app if type(app) is HTTPProxy else None
+
+
+def forwarding_of(app: Any) -> ASGIApp:
+    """Return what the server's middleware for proxies does to a scope, as an application."""
+    if type(app) is not ProxyHeadersMiddleware:
+        return _no_app
+    forwarding: Any = copy(app)
+    forwarding.app = _no_app
+    return forwarding  # type: ignore[no-any-return]
+
+
+async def _no_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Do nothing."""
 
 
 class Direct:
@@ -58,13 +73,16 @@ class Direct:
     _start_task: Callable[[Any, ASGIApp], None]
     """Have an application serve a request, in a task of uvicorn's."""
 
-    def _drive(self, proxy: HTTPProxy, cycle: Any) -> None:
+    def _drive(self, proxy: HTTPProxy, cycle: Any, forwarding: ASGIApp | None) -> None:
         """Serve the request: without a task, if that can be.
 
-        The cycle is uvicorn's, of a request without `x-forwarded-` headers whose body is here.
+        The cycle is uvicorn's, of a request whose body is here. `forwarding` is given if a proxy
+        has added headers to it, see `forwarding_of`.
         """
         send = AccessLine(cycle.scope, cycle.send) if proxy.logs_requests else cycle.send
         try:
+            if forwarding is not None:
+                _step(forwarding(cycle.scope, cycle.receive, send))
             reply = proxy.accept(cycle.scope, cycle.receive, send)
         except Exception as error:  # the server answers and logs it, as in a task
             reply = _failed(error)
@@ -72,7 +90,8 @@ class Direct:
             self._start_task(cycle, _served_by(reply, cycle, send))
             return
         body, router = reply.body, reply.router
-        is_shared = not router.replicas or router.replicas[0].loop is reply.loop
+        replica = next(iter(router.replicas), None)  # the control loop may change the list
+        is_shared = replica is None or replica.loop is reply.loop
         if (
             is_shared
             or reply.attempts is not None
@@ -81,7 +100,7 @@ class Direct:
         ):
             if is_shared:
                 self._serves = None  # nor its next requests: most are for the same application
-            serving = proxy.in_flight.serve(reply, cycle.scope, reply.receive, send)
+            serving = proxy.in_flight.serve(reply, cycle.scope, cycle.receive, send)
             self._start_task(cycle, _served_by(serving, cycle, send))
             return
         if body is not None:
@@ -98,8 +117,10 @@ class Direct:
         reply.on(READ)
         try:
             router.assign(reply.call)
-        except Exception as error:  # of a policy of the user's, which may raise any
-            reply.call.settle(error=error)
+        except BaseException as error:  # of a policy of the user's: a task raises it again
+            reply.came = error
+            if reply.event is self:  # else it is a task's by now
+                self.set_result(None)
 
     def set_result(self, _: None) -> None:
         """Send what has come, or hand over to a task."""
@@ -121,10 +142,16 @@ class Direct:
         reply.came = reply.event = None
         reply.status = came[0]["status"]
         reply.pass_through(BEGIN, FINISH)
-        if type(reply.send) is AccessLine:
-            reply.send.note(came[0])
-            reply.send.log()
-        _write(cycle, content)
+        try:
+            if type(reply.send) is AccessLine:
+                reply.send.note(came[0])
+                reply.send.log()
+            _write(cycle, content)
+            self._task_context.run(cycle.on_response)  # uvicorn may begin the next request in it
+        except BaseException as error:  # as if `send` had raised it in a task
+            reply.came = error
+            self._rest(reply, cycle).hand_over()
+            return
         if call.settled and call.error is None:
             _end(reply, cycle, proxy.in_flight, END)
         else:  # its work ends just now, or it has a background task
@@ -153,8 +180,11 @@ class _Rest(NamedTuple):
         return False
 
     def set_result(self, _: None) -> None:
-        """Leave: the call has ended. An error is of a background task, or the stop of it."""
-        if self.reply.call.error is None:
+        """Leave, if the call has ended well. Else a background task has failed, or was stopped.
+
+        Or user code answers twice, which only the server can refuse.
+        """
+        if self.reply.came is None and self.reply.call.error is None:
             _end(self.reply, self.cycle, self.in_flight)
         else:
             self.hand_over()
@@ -163,16 +193,23 @@ class _Rest(NamedTuple):
         """Have a task serve the rest of the request."""
         reply, cycle = self.reply, self.cycle
         reply.event = None
-        serving = self.in_flight.serve(reply, cycle.scope, reply.receive, reply.send)
+        serving = self.in_flight.serve(reply, cycle.scope, cycle.receive, reply.send)
         self.context.run(self.start, cycle, _served_by(serving, cycle, reply.send))
 
 
 def _end(reply: Reply, cycle: Any, in_flight: InFlight, *events: ReplyEvent) -> None:
     """Leave a request whose response is complete, after these events."""
+    reply.event = None
     reply.leave(*events)
     in_flight.replies.discard(reply)
     leave(reply, cycle.scope)
     cycle.on_response = _nothing  # as uvicorn, at the end of its task
+
+
+def _step(coroutine: Any) -> None:
+    """Run a coroutine that waits for nothing."""
+    with suppress(StopIteration):
+        coroutine.send(None)
 
 
 async def _failed(error: Exception) -> None:
@@ -199,20 +236,21 @@ def _whole(cycle: Any, start: Message, body: Message, request_id: str) -> list[b
     """
     if (
         cycle.disconnected
+        or cycle.transport.is_closing()  # uvicorn tells only the latest request of a connection
         or cycle.flow.write_paused
         or cycle.access_log
         or start["status"] not in STATUS_LINE
         or body["type"] != "http.response.body"
     ):
         return None
-    length = b""
+    length: bytes | None = None
     has_id = False
     content = [STATUS_LINE[start["status"]]]
     for name, value in [*cycle.default_headers, *start["headers"]]:
         if HEADER_RE.search(name) or HEADER_VALUE_RE.search(value):
             return None
         name = name.lower()
-        if name == b"content-length" and not length:
+        if name == b"content-length" and length is None and value.isdigit():
             length = value
         elif name == b"x-request-id":
             has_id = True
@@ -241,7 +279,6 @@ def _write(cycle: Any, content: list[bytes]) -> None:
     cycle.message_event.set()
     if not cycle.keep_alive:
         cycle.transport.close()
-    cycle.on_response()
 
 
 def _nothing() -> None:

@@ -99,7 +99,8 @@ class Reply:
         first         the first message of the client, `None` if that is yet to come
         ended_by      the error with which it ended the call: its deadline, its body, a stop
         came          what has come from the replica and is not sent yet: a complete response or a
-                      stream; or a replica on this loop, to run the call in its slot
+                      stream; or a replica on this loop, to run the call in its slot; or an error
+                      that `direct` met
         event         what the driver waits for; see `wake`
         task          the server's, if the call must not run in it; else `None`
 
@@ -152,7 +153,7 @@ class Reply:
         self.status = 0
         self.attempts: Retries | None = None
         self.ended_by: RayServeException | None = None
-        self.came: tuple[Message, Message] | Channel[Message] | Runner | None = None
+        self.came: tuple[Message, Message] | Channel[Message] | Runner | BaseException | None = None
         self._outbound: Channel[Message] | None = None  # the stream, to close it
         self.event: Waiter | None = None
         self._client: Client | None = None

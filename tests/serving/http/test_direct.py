@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Annotated, Any
 
 import pytest
-from fastapi import BackgroundTasks, FastAPI, HTTPException, Request, Response
+from fastapi import BackgroundTasks, Body, FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, StreamingResponse
 
 import ingress as serve
 from ingress.core.base.settings import HTTPLimits
 from ingress.engines import local_engine
 from ingress.serving.http.connections import Connections
+from ingress.serving.http.reply import Reply
 from ingress.state.server import snapshot_of
 from tests.servers import (
     PATIENCE_S,
+    UPGRADE,
     Connection,
     ongoing,
     records_of,
@@ -39,6 +43,7 @@ LAST = b"GET /plain?last HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 LIMITS: dict[str, Any] = {"max_body_size": 1000}
 did: list[str] = []
 gate = threading.Event()
+variable: ContextVar[str] = ContextVar("variable", default="unset")
 
 
 def note(what: str) -> None:
@@ -54,7 +59,8 @@ class Endpoints:
     async def plain(self, request: Request, last: str = "") -> dict[str, Any]:
         state = dict(request.state._state)
         request.state.mine = "mine"
-        return {"state": state, "client": bool(request.client), "scheme": request.url.scheme}
+        client = None if request.client is None else request.client.host
+        return {"state": state, "client": client, "scheme": request.url.scheme}
 
     @app.head("/plain")
     async def head(self) -> Response:
@@ -72,6 +78,10 @@ class Endpoints:
     async def late_body(self, request: Request) -> Any:
         parts = [part async for part in request.stream()]
         return [len(part) for part in parts if part]
+
+    @app.get("/variable")
+    async def variable_of_the_server(self) -> str:
+        return variable.get()
 
     @app.get("/waits")
     def waits(self) -> str:
@@ -97,6 +107,23 @@ class Endpoints:
     @app.get("/file")
     async def file(self) -> Response:
         return FileResponse(__file__)
+
+    @app.get("/lengths/{lengths}")
+    async def lengths(self, lengths: str) -> Response:
+        response = Response(b"hello")
+        response.raw_headers = [(b"content-length", each.encode()) for each in lengths.split("-")]
+        return response
+
+    @app.head("/lengths/{lengths}")
+    async def head_lengths(self, lengths: str) -> Response:
+        return await self.lengths(lengths)
+
+    @app.post("/background/{what}")
+    async def background_of_a_body(
+        self, what: str, tasks: BackgroundTasks, text: Annotated[Any, Body()]
+    ) -> Any:
+        tasks.add_task(note, what)
+        return text
 
     @app.get("/cookies")
     async def cookies(self, response: Response) -> str:
@@ -139,9 +166,10 @@ class Endpoints:
 
 
 def get(path: str, headers: str = "", method: str = "GET", version: str = "1.1") -> bytes:
-    return f"{method} {path} HTTP/{version}\r\nHost: a\r\n{headers}\r\n".encode()
+    return f"{method} {path} HTTP/{version}\r\nHost: a\r\n{headers}\r\n".encode("latin-1")
 
 
+FORWARDED = "X-Forwarded-Proto: https\r\nX-Forwarded-For: 1.2.3.4\r\n"
 REQUESTS: dict[str, list[bytes]] = {
     "plain": [get("/plain")],
     "def": [get("/def")],
@@ -152,7 +180,10 @@ REQUESTS: dict[str, list[bytes]] = {
     "application closes": [get("/closes")],
     "own id": [get("/own-id")],
     "clients id": [get("/plain", "X-Request-ID: mine\r\n")],
-    "forwarded": [get("/plain", "X-Forwarded-Proto: https\r\nX-Forwarded-For: 1.2.3.4\r\n")],
+    "forwarded": [get("/plain", FORWARDED)],
+    "forwarded, then not": [get("/plain", FORWARDED) + get("/plain")],
+    "not forwarded, then so": [get("/plain") + get("/plain", FORWARDED)],
+    "forwarded with nonsense": [get("/plain", "X-Forwarded-Proto: \xff\r\nX-Forwarded-For: ,\r\n")],
     "head in two parts": [b"GET /plain HTTP/1.1\r\nHo", b"st: a\r\n\r\n"],
     "three at once": [get("/plain") * 3],
     "refused after one": [get("/plain") + b"nonsense\r\n\r\n"],
@@ -165,6 +196,15 @@ REQUESTS: dict[str, list[bytes]] = {
     "too large in chunks": [
         POST + b"Transfer-Encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000 + b"\r\n0\r\n\r\n"
     ],
+    "a body that fails": [POST + b"Content-Length: 5\r\n\r\nhello"],
+    "failing background of a body": [
+        POST.replace(b"/body", b"/background/fail") + b"Content-Length: 17\r\n\r\n" + BODY
+    ],
+    **{
+        f"{method} with the lengths {lengths}": [get(f"/lengths/{lengths}", method=method)]
+        for method in ("GET", "HEAD")
+        for lengths in ("-5", "5-5", "abc", "05", "+5")
+    },
     "no body": [POST + b"Content-Length: 0\r\n\r\n"],
     "expects": [POST + b"Expect: 100-continue\r\nContent-Length: 17\r\n\r\n", BODY],
     "read by user code": [
@@ -259,6 +299,80 @@ def test_a_connection_answers_counts_and_logs_as_a_task_does(
         assert of_connections[name] == of_tasks[name], name
     assert found["connection"][1:] == found["task"][1:]
     assert bool(found["task"][2]) == logs
+
+
+@pytest.mark.parametrize("end", [b"", get("/plain"), get("/ws", UPGRADE)])
+def test_nothing_is_left_of_a_client_that_leaves_with_several_requests_open(end: bytes) -> None:
+    """uvicorn tells only the last request of a connection that its client has left."""
+    with serving("connection") as port:
+        for _ in range(5):
+            gate.clear()
+            with Connection(port) as connection:
+                connection.send(get("/waits") + end)
+                wait_until(lambda: ongoing() == 1)
+            gate.set()
+            wait_until(lambda: ongoing() == 0)
+        wait_until(lambda: not local_engine().http.proxy.in_flight.replies)
+
+
+def test_a_filter_of_the_access_log_that_fails_changes_no_answer() -> None:
+    def fails(record: logging.LogRecord) -> bool:
+        raise ValueError("of the filter")
+
+    logger = logging.getLogger("ingress.access")
+    with serving("connection", logs=True) as port, records_of("ingress") as records:
+        logger.addFilter(fails)
+        try:
+            assert ask(port, [get("/plain")]).count(b"HTTP/1.1 200 OK") == 2
+        finally:
+            logger.removeFilter(fails)
+    assert [each.levelname for each in records if each.exc_info] == ["WARNING"] * 2
+
+
+def test_a_pipelined_request_has_the_variables_of_its_server() -> None:
+    variable.set("set")
+    with serving("connection") as port, Connection(port) as connection:
+        connection.send(get("/variable") * 2 + get("/variable", "Connection: close\r\n"))
+        assert connection.receive_all().count(b'"set"') == 3
+
+
+def test_a_request_with_a_background_task_leaves_no_garbage() -> None:
+    def replies() -> int:
+        return sum(type(each) is Reply for each in gc.get_objects())
+
+    with serving("connection") as port:
+        ask(port, [get("/background/works")])
+        gc.collect()
+        gc.disable()
+        try:
+            before = replies()
+            for _ in range(5):
+                ask(port, [get("/background/works")])
+            wait_until(lambda: replies() <= before)
+        finally:
+            gc.enable()
+
+
+def test_an_application_that_answers_twice_is_told() -> None:
+    told: list[str] = []
+
+    @serve.deployment
+    class Twice:
+        async def __call__(self, request: Request) -> None:
+            for _ in range(2):
+                head = {"type": "http.response.start", "status": 200}
+                await request._send({**head, "headers": [(b"content-length", b"2")]})
+                await request._send({"type": "http.response.body", "body": b"ok"})
+            try:
+                await asyncio.sleep(PATIENCE_S)
+            finally:
+                told.append("told")
+
+    port = served(Twice.bind())
+    with Connection(port) as connection:
+        connection.send(get("/", "Connection: close\r\n"))
+        assert connection.receive_all().endswith(b"ok")
+    wait_until(lambda: told == ["told"])
 
 
 def tasks_of_requests() -> list[Any]:
