@@ -364,7 +364,7 @@ def test_an_application_that_answers_twice_is_told() -> None:
                 await request._send({**head, "headers": [(b"content-length", b"2")]})
                 await request._send({"type": "http.response.body", "body": b"ok"})
             try:
-                await asyncio.sleep(PATIENCE_S)
+                await asyncio.Event().wait()
             finally:
                 told.append("told")
 
