@@ -68,7 +68,7 @@ class Direct:
         __slots__ = ()  # those of the connection
 
     done = bool
-    """It waits until it is woken, and is then forgotten. A class: its call enters no function."""
+    """Return False: the reply forgets this waiter once it has woken it. `bool()` does that in C."""
 
     _start_task: Callable[[Any, ASGIApp], None]
     """Have an application serve a request, in a task of uvicorn's."""
@@ -99,7 +99,9 @@ class Direct:
             or (body is not None and not body.may_be_taken(len(cycle.body)))
         ):
             if is_shared:
-                self._serves = None  # nor its next requests: most are for the same application
+                # Most requests of a connection are for the same application: the next ones get a
+                # task without this look.
+                self._serves = None
             serving = proxy.in_flight.serve(reply, cycle.scope, cycle.receive, send)
             self._start_task(cycle, _served_by(serving, cycle, send))
             return

@@ -2,7 +2,7 @@
 
     TABLE[state][event]   the next state, and the actions in their order
 
-`Reply.on` runs `HTTP`, and for WebSockets `WEBSOCKET`. Each row says of each event what
+`Reply.on` runs the table `HTTP`, or `WEBSOCKET` for a WebSocket. Each row says of each event what
 follows, that nothing does, or that it cannot come: then it raises `ImpossibleEventError`. Nothing
 here waits, locks or sends.
 """
