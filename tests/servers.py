@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-from rich.console import Console
 from starlette.types import Scope
 from typer.testing import CliRunner, Result
 
@@ -294,7 +293,6 @@ def invoke(folder: Path, *arguments: str, **environ: str) -> Result:
             patch.delenv(name, raising=False)
         for name, value in environ.items():
             patch.setenv(name, value)
-        patch.setattr(cli, "console", Console(width=100))
         for path in folder.glob("*.py"):  # another test may have left a module of this name
             patch.delitem(sys.modules, path.stem, raising=False)
         try:

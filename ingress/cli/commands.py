@@ -257,7 +257,7 @@ def trace(
     with refusing(TraceError):
         told = traced(application, target, requests or ["/"], number, concurrency, out, svg)
         for line in told:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ def memory(
     """
     server = chosen(name, pid)
     if not as_json:
-        console.print(f"[dim]looks again after {seconds:g} s[/dim]", highlight=False)
+        console.print(f"looks again after {seconds:g} s", style="dim", highlight=False)
     found = ask_server(server, "memory", seconds + ANSWER_S, seconds=seconds)
     if deployment is not None:
         own = [each for each in found if f"/{deployment}#" in each["process"]]

@@ -122,7 +122,7 @@ def _place_of(url: str) -> str:
 
 
 def _say(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 @dataclass(eq=False, slots=True)

@@ -100,7 +100,7 @@ def start_again_if_needed(
         verb = "was" if len(read) == 1 else "were"
         what = f"{' and '.join(read)} {verb} imported with a thread for every core"
         how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
-        console.print(f"[dim]{what}: {how}[/dim]", highlight=False, soft_wrap=True)
+        console.print(f"{what}: {how}", style="dim", highlight=False, soft_wrap=True)
         if folder is not None:
             os.chdir(folder)
         export(variables or {})
@@ -184,8 +184,8 @@ def controlled(commands: Mapping[str, Command] | None, observer: Observer) -> It
         return
     with ControlSocket(commands) as control:
         if control.path is not None:
-            line = f"[dim]control socket {control.path}[/dim]"
-            console.print(line, highlight=False, soft_wrap=True)
+            line = f"control socket {control.path}"
+            console.print(line, style="dim", highlight=False, soft_wrap=True)
         with observer:
             yield
 
@@ -206,7 +206,7 @@ def _listen(admin: Admin, replaced: Replaced, *, is_ready: bool) -> None:
 
 def _say(*lines: str) -> None:
     for line in filter(None, lines):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> None:
@@ -217,7 +217,7 @@ def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> No
             with showing_start(local_engine().status):
                 run_all(targets)
         else:
-            console.print("[dim]starting on Ray, which takes a while[/dim]", highlight=False)
+            console.print("starting on Ray, which takes a while", style="dim", highlight=False)
             run_all(targets, engine, logging_config)  # the Ray engine checks before it starts
     except Exception as error:
         api.shutdown()

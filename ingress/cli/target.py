@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleDimensions
+from rich.text import Text
 
 from ingress.app.config_file.loading import ConfigFile, is_config_file, target_of
 from ingress.app.config_file.reading import ConfigFileError
@@ -36,6 +36,28 @@ TargetArgument = Annotated[
 AppDir = Annotated[
     Path, typer.Option(help="Where MODULE is looked for.", file_okay=False, exists=True)
 ]
+
+
+_ONE_LINE = ConsoleDimensions(10_000, 25)
+
+
+class Output(Console):
+    """A standard stream of a command, which prints texts as they are.
+
+    They are names, values and errors of users: a `[red]` or `:x:` in them has no meaning. In a file
+    or a pipe, to `grep` say, a row is a line.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        return super().size if self.is_terminal else _ONE_LINE
+
+    @size.setter
+    def size(self, given: tuple[int, int]) -> None:
+        self.width, self.height = given
 
 
 _AS_JSON = ContextVar("ingress_as_json", default=False)
@@ -160,9 +182,7 @@ def refusals(error: Exception) -> typer.Exit:
 def refusal(message: str, code: int = 1) -> typer.Exit:
     """Print an error in one line, and return the exception that ends the program."""
     if not _is_told_as_json(message):
-        Console(stderr=True).print(
-            f"[red]Error:[/red] {escape(message)}", highlight=False, soft_wrap=True
-        )
+        Output(stderr=True).print(Text.assemble(("Error:", "red"), f" {message}"), soft_wrap=True)
     return typer.Exit(code)
 
 

@@ -12,7 +12,6 @@ from time import monotonic
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 from rich.table import Table
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from ingress.api import RunTarget
 from ingress.app.declaration.declaration import Application
-from ingress.cli.target import refusal
+from ingress.cli.target import Output, refusal
 from ingress.core.base import gil
 from ingress.core.base.settings import Settings
 from ingress.observe.inspection import explain
@@ -35,7 +34,7 @@ OutputOption = Annotated[
         "--output", "-o", help="Write to this file.  [default: standard output]", dir_okay=False
     ),
 ]
-console = Console()
+console = Output()
 
 NEWS_S = 0.5  # until the first line about a start; most starts are over by then
 MOST_NEWS_S = 30.0
@@ -131,7 +130,7 @@ def print_plan(
         queue = config.max_queued_requests
         deployments.add_row(
             each.name,
-            str(config.replica_count),
+            str(config.first_count),
             str(config.max_ongoing_requests),
             "no limit" if queue < 0 else str(queue),
         )
@@ -145,7 +144,7 @@ def print_plan(
     summary = "\n".join(filter(None, (budget.summary, gil.told())))
     console.print(summary + "\n", highlight=False, soft_wrap=True)
     if budget.warning:
-        console.print(f"[yellow]Warning:[/yellow] {budget.warning}\n", highlight=False)
+        console.print(Text.assemble(("Warning:", "yellow"), f" {budget.warning}\n"))
 
 
 def ready_lines(targets: Sequence[RunTarget], server: str | None, where: str = "") -> str:

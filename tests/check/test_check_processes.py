@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from ingress.check.checker import check_application
+from ingress.cli.target import Output
 from ingress.core.base.settings import Settings
 from ingress.observe.inspection.explain import explain
 from ingress.observe.inspection.table import as_json, show
@@ -104,6 +104,6 @@ def test_explain_says_that_replicas_are_processes(load: Any) -> None:
     (deployment,) = as_json(told)["deployments"]
     assert deployment["place"] == "process"
     assert {row.places[0].thread for row in told.rows} == {"Model#N"}
-    console = Console(width=200, record=True, quiet=False, file=StringIO())
+    console = Output(width=200, record=True, quiet=False, file=StringIO())
     show(told, console)
     assert "each in a process, event loop Model#N" in console.export_text()

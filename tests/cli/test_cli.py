@@ -122,6 +122,43 @@ def test_a_wrong_target_is_one_line_with_the_fix(folder: Path, target: str, mess
     assert message in line
 
 
+@pytest.mark.parametrize("text", [":x:", "[red]b[/red]", "[/b]", ":smile:/[link=x]"])
+def test_an_error_has_the_users_text_as_it_is(folder: Path, text: str) -> None:
+    assert f"'http://{text}' is not of the form" in told(
+        invoke(folder, "explain", f"http://{text}")
+    )
+
+
+LONG = """
+import ingress as serve
+from fastapi import FastAPI
+app = FastAPI()
+
+@serve.deployment(name=":x:" + "long_" * 20, autoscaling_config={"min_replicas": 0})
+@serve.ingress(app)
+class Api:
+    @app.get("/" + "long/" * 20)
+    async def get(self): ...
+
+api = Api.bind()
+"""
+
+
+def test_in_a_pipe_each_row_is_a_whole_line_and_says_what_the_status_says(folder: Path) -> None:
+    write_module(folder, "long", LONG)
+    name, environ = ":x:" + "long_" * 20, {**environment(folder), "COLUMNS": "80"}
+    with ingress_run(folder, "long:api", environ=environ) as run:
+        run.wait_for("is ready")
+        status = run_ingress(folder, "status", "--pid", str(run.process.pid), COLUMNS="80")
+
+        assert f"{name}  0         100          no limit" in run.output
+        assert f"GET /{'long/' * 20}  Api.get  async def" in run.output
+        assert [line.split()[:3] for line in status.stdout.splitlines() if name in line] == [
+            [name, "HEALTHY", "0"]
+        ]
+    assert f"{name}  0 replicas x 100" in invoke(folder, "explain", "long:api", COLUMNS="80").stdout
+
+
 def test_a_busy_port_is_one_line_with_the_fix(folder: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -25,10 +25,10 @@ from anyio.to_thread import current_default_thread_limiter
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request, Response, WebSocket
 from fastapi.responses import StreamingResponse
 from fastapi.routing import run_endpoint_function
-from rich.console import Console
 
 import ingress as serve
 from app_examples import slow_server
+from ingress.cli.target import Output
 from ingress.core.base import gil
 from ingress.core.base.settings import (
     OMP_NUM_THREADS,
@@ -720,7 +720,7 @@ def test_help_tells_what_a_row_is(folder: Path) -> None:
 
 def printed(explanation: Explanation, **options: Any) -> str:
     output = StringIO()
-    show(explanation, Console(file=output, width=60, **options))
+    show(explanation, Output(file=output, width=60, **options))
     return output.getvalue()
 
 

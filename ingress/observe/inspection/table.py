@@ -74,7 +74,7 @@ def as_json(explanation: Explanation, *, diff: bool = False) -> dict[str, Any]:
         "deployments": [
             {
                 "name": each.name,
-                "replicas": each.deployment.config.replica_count,
+                "replicas": each.deployment.config.first_count,
                 "max_ongoing_requests": each.deployment.config.max_ongoing_requests,
                 "place": each.deployment.config.isolation,
             }
@@ -124,10 +124,8 @@ def _print_table(
         for cells in zip(*shown.values(), strict=True):
             table.add_row(*cells)
         width = console.measure(table, options=unlimited).maximum
-        if width <= console.width or not console.is_terminal:
+        if width <= console.width:
             break
-    if not console.is_terminal:  # a file, or a pipe to `grep`: a row is a line
-        console = Console(file=console.file, width=max(width, console.width))
     console.print(table)
 
 
@@ -167,7 +165,7 @@ def _where(place: Place) -> Text:
 
 def _title(each: BuiltDeployment, explanation: Explanation) -> Text:
     config = each.deployment.config
-    replicas = config.replica_count
+    replicas = config.first_count
     is_own = has_own_loop(config, explanation.settings)
     loop = f"event loop {each.name}#N" if is_own else "the server's event loop"
     if config.isolation == "process":
