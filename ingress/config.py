@@ -234,6 +234,10 @@ class DeploymentConfig(Options):
     elsewhere: ClassVar[Mapping[str, str]] = {
         "route_prefix": "pass it to serve.run(app, route_prefix=...).",
         "version": "it has been removed; leave it out.",
+        **dict.fromkeys(
+            ("num_cpus", "num_gpus", "memory", "resources", "runtime_env", "accelerator_type"),
+            "it is an option of ray_actor_options.",
+        ),
     }
 
     num_replicas: Replicas = 1
@@ -434,6 +438,22 @@ class DeploymentConfig(Options):
             if name in options and options[name] != "auto" != recorded.get(replaced):
                 recorded.pop(replaced, None)
         return recorded | dict(options)
+
+
+_OPTIONS_OF: Mapping[str, type[Options]] = {
+    "autoscaling_config": AutoscalingConfig,
+    "backpressure_config": BackpressureConfig,
+    "logging_config": LoggingConfig,
+    "request_router_config": RequestRouterConfig,
+}
+for _key, _model in _OPTIONS_OF.items():
+    _model.elsewhere = dict.fromkeys(
+        DeploymentConfig.model_fields, f"it is an option of the deployment, beside {_key}."
+    )
+    DeploymentConfig.elsewhere = {
+        **dict.fromkeys(_model.model_fields, f"it is an option of {_key}."),
+        **DeploymentConfig.elsewhere,
+    }
 
 
 _TAKES_THE_PLACE_OF = {

@@ -228,9 +228,13 @@ def _warn_of_options_not_acted_on(built: BuiltApplication) -> None:
         options = options_not_acted_on(each.deployment.config)
         if options and each.deployment not in _told:
             _told.add(each.deployment)
+            config = each.deployment.config
+            acts = "num_gpus" in config.ray_actor_options or config.env_vars
+            own = ', or add isolation="process" for num_gpus and env_vars'
             warnings.warn_explicit(
                 f"deployment {each.deployment.name!r} has options without effect in this process: "
-                f"{'; '.join(options)}; leave them out, or run it with engine='ray'",
+                f"{'; '.join(options)}; leave them out, or run it with engine='ray'"
+                + (own if acts and config.isolation == "thread" else ""),
                 OptionNotActedOnWarning,
                 *place_of(each.deployment.func_or_class),
             )

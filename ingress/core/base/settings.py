@@ -369,7 +369,7 @@ def warn_of_unused(env: Mapping[str, str] = os.environ) -> None:
         named = [f"{name} ({_INSTEAD[name]})" if name in _INSTEAD else name for name in unused]
         several = f"the variables {', '.join(named)} have"
         whose = several if len(named) > 1 else f"the variable {named[0]} has"
-        text = f"{whose} no effect in this process, only on Ray"
+        text = f"{whose} no effect in this process; on Ray, Ray Serve's own variables have one"
         warnings.warn_explicit(text, UserWarning, "<environment>", 1)
 
 

@@ -293,8 +293,9 @@ def test_one_warning_lists_every_option_without_effect() -> None:
 
     has = "has options without effect in this process: "
     does = "; leave them out, or run it with engine='ray'"
+    own = ', or add isolation="process" for num_gpus and env_vars'
     assert [str(each.message) for each in caught] == [
-        f"deployment 'leaf' {has}ray_actor_options={{'num_gpus': 1}}{does}",
+        f"deployment 'leaf' {has}ray_actor_options={{'num_gpus': 1}}{does}{own}",
         f"deployment 'Node' {has}ray_actor_options={{'memory': 9}}{does}",
     ]
     assert [(each.filename, each.lineno) for each in caught] == [
