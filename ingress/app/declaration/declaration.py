@@ -15,7 +15,7 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Coroutine
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, Unpack, overload
@@ -89,9 +89,16 @@ class Deployment(Generic[T_co]):
         return Application(self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an option by its name: `deployment.num_replicas`."""
+        """Return an option by its name, `deployment.num_replicas`, or an attribute of the class.
+
+        Code of the class names it by its own name, which is the deployment's: `Api.LIMIT`.
+        """
         if name in DeploymentConfig.model_fields:
             return getattr(self.config, name)
+        is_own = name in Deployment.__slots__  # not set yet, in a copy
+        if not is_own and not name.startswith("__") and inspect.isclass(self.func_or_class):
+            with suppress(AttributeError):
+                return getattr(self.func_or_class, name)
         raise absent_member(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

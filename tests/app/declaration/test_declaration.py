@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import warnings
@@ -11,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.declaration.declaration import Application, Deployment, deployment
@@ -31,6 +33,46 @@ def test_bare_and_with_options_declare_the_same() -> None:
 
     assert (bare.name, bare.func_or_class, bare.config.num_replicas) == ("Model", Model, 1)
     assert (called.name, called.func_or_class, called.config.num_replicas) == ("Other", Model, 2)
+
+
+@deployment
+class Limited:
+    LIMIT = 3
+
+    class Item(BaseModel):
+        child: Limited.Item | None = None
+
+    @classmethod
+    def made(cls) -> type:
+        return cls
+
+    def limit(self) -> int:
+        return Limited.LIMIT + 1
+
+
+def test_the_name_of_a_class_has_its_attributes_and_the_options() -> None:
+    assert Limited.func_or_class().limit() == 4
+    assert Limited.made() is Limited.func_or_class
+    assert Limited.Item(child=Limited.Item()).child == Limited.Item()
+    assert Limited.num_replicas == 1
+    assert copy.deepcopy(Limited).LIMIT == 3
+    with pytest.raises(AttributeError, match="'Deployment' object has no attribute 'LIMITS'"):
+        _ = Limited.LIMITS  # type: ignore[attr-defined]
+
+
+def test_an_option_in_the_wrong_place_is_told_its_place() -> None:
+    for name in ("max_ongoing_requests", "max_queued_requests", "health_check_period_s"):
+        with pytest.raises(TypeError, match=f"{name}'; it is an option of the deployment, beside"):
+            deployment(autoscaling_config={"max_replicas": 2, name: 3})(Model)
+    for name, place in {
+        "min_replicas": "autoscaling_config",
+        "retry_after_s": "backpressure_config",
+        "log_level": "logging_config",
+        "num_gpus": "ray_actor_options",
+        "request_router_class": "request_router_config",
+    }.items():
+        with pytest.raises(TypeError, match=f"{name}'; it is an option of {place}"):
+            deployment(**{name: 1})(Model)  # type: ignore[call-overload]
 
 
 def test_a_function_is_a_deployment_of_its_name() -> None:
