@@ -19,7 +19,13 @@ from types import CodeType
 
 from ingress.core.base.libraries import is_library
 from ingress.core.execution.unreadable import readable
-from ingress.telemetry.tracebacks import fitting, remote_of, without_frames
+from ingress.telemetry.tracebacks import (
+    chain_of,
+    fitting,
+    format_error,
+    remote_of,
+    without_frames,
+)
 
 _CAUSE = "which caused:\n"
 _FRAME = re.compile(r'  File "(.*)", line (\d+)')
@@ -29,20 +35,21 @@ NEEDS_MULTIPART = 'Form data requires "python-multipart"'  # FastAPI's text
 
 def format_mistake(error: BaseException) -> str:
     """Return the frames of the user's files and the error in one line, its cause first."""
-    parts: list[str] = []
-    seen: set[int] = set()
-    each: BaseException | None = readable(error)
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        parts.append(users_frames(each) + last_line(each))
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
-    return f"\n{_CAUSE}".join(reversed(parts))
+    chain = chain_of(readable(error))
+    return f"\n{_CAUSE}".join(users_frames(each) + last_line(each) for each in reversed(chain))
 
 
 def format_failed_start(error: BaseException) -> str:
-    """Return the user's frames of the error that made a start fail, and the failure in one line."""
+    """Return the error that made a start fail, as `format_mistake`, and the whole failure."""
     cause = error.__cause__
-    return ("" if cause is None else users_frames(readable(cause))) + last_line(error)
+    failure = without_frames(error).rstrip("\n")
+    if cause is None:
+        return failure
+    chain = chain_of(readable(cause))
+    if any(isinstance(each, BaseExceptionGroup) for each in chain):
+        return f"{format_error(cause)}\n\n{failure}"
+    before = [users_frames(each) + last_line(each) for each in reversed(chain[1:])]
+    return f"\n{_CAUSE}".join([*before, users_frames(chain[0]) + failure])
 
 
 def described(error: BaseException) -> str:

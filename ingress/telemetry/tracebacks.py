@@ -127,13 +127,7 @@ def shortened(text: str, most: int = _LAST_LINES, longest: int = _LONGEST) -> st
 
 
 def _format(error: BaseException, seen: set[int], most: int, depth: int = 0) -> str:
-    chain: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        chain.append(each)
-        cause = each.__cause__  # which may be false
-        each = cause if cause is not None or each.__suppress_context__ else each.__context__
+    chain = chain_of(error, seen)
     shown = chain[: max(1, (most + _JOINT) // (_FEW + _JOINT))]
     if 1 < len(shown) < len(chain):
         shown[-1] = chain[-1]  # the first of all, to which the others are due
@@ -151,6 +145,19 @@ def _format(error: BaseException, seen: set[int], most: int, depth: int = 0) -> 
                 joint = f"\n[{len(chain) - len(shown)} exceptions between these are left out]\n\n"
             parts.append(_indented(joint, depth))
     return "".join(reversed(parts))
+
+
+def chain_of(error: BaseException, seen: set[int] | None = None) -> list[BaseException]:
+    """Return an error and those to which it is due, the first of all at the end."""
+    seen = set() if seen is None else seen
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        chain.append(each)
+        cause = each.__cause__  # which may be false
+        each = cause if cause is not None or each.__suppress_context__ else each.__context__
+    return chain
 
 
 def _indented(text: str, depth: int) -> str:
@@ -202,13 +209,10 @@ def _group(group: BaseException, seen: set[int], most: int, depth: int) -> str:
 def frames_of(error: BaseException, most: int = _MOST) -> list[str]:
     """Return the texts of the frames that matter, the one that raised at the end.
 
-    They have at most so many lines.
+    They have at most so many lines. There are none if the error has none of the user's, and is due
+    to another one that has some: FastAPI's about an `HTTPException` in a response that has begun.
     """
-    frames: list[tuple[CodeType, int, int]] = []
-    last = error.__traceback__
-    while last is not None:
-        frames.append((last.tb_frame.f_code, last.tb_lasti, last.tb_lineno))
-        last = last.tb_next
+    frames = _frames(error)
     remote = remote_of(error)
     beyond = [] if remote is None else [*remote.frames]
     users = [n for n, (code, *_) in enumerate(frames) if not _is_between(code.co_filename)]
@@ -218,9 +222,24 @@ def frames_of(error: BaseException, most: int = _MOST) -> list[str]:
         beyond = beyond or _texts(below)
         if remote is None and _size(parts) + _size(beyond) > most:
             beyond = beyond[-1:]
+    elif any(remote_of(each) or _has_users_frame(each) for each in chain_of(error)[1:]):
+        return []
     else:
         parts = _texts(frames)
     return fitting(parts + beyond, most)
+
+
+def _frames(error: BaseException) -> list[tuple[CodeType, int, int]]:
+    frames: list[tuple[CodeType, int, int]] = []
+    last = error.__traceback__
+    while last is not None:
+        frames.append((last.tb_frame.f_code, last.tb_lasti, last.tb_lineno))
+        last = last.tb_next
+    return frames
+
+
+def _has_users_frame(error: BaseException) -> bool:
+    return any(not _is_between(code.co_filename) for code, *_ in _frames(error))
 
 
 def _size(parts: Sequence[str]) -> int:

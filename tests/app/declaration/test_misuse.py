@@ -417,6 +417,50 @@ def test_a_mistake_in_a_module_is_the_users_line_and_one_last_line(tmp_path: Pat
     assert wrong == {}
 
 
+BROKEN = """
+import asyncio, os, sys
+import ingress as serve
+
+@serve.deployment(isolation="{isolation}")
+class Bad:
+    async def __init__(self):
+        {line}
+
+bound = Bad.bind()
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_failing_constructor_is_told_with_all_its_lines_and_causes(
+    tmp_path: Path, isolation: str
+) -> None:
+    lines = (
+        "raise ValueError('no model:\\n  at /a')",
+        "raise ValueError('no model') from KeyError('/a')",
+        "await asyncio.wait_for(asyncio.gather(asyncio.to_thread(int, 'a')), 9)",
+        "raise ExceptionGroup('several', [ValueError('no model'), KeyError('/a')])",
+        *(
+            ["print('last', 'words', sep=os.linesep, file=sys.stderr); os._exit(3)"]
+            * (isolation[0] == "p")
+        ),
+    )
+    said = said_of(tmp_path, *(BROKEN.format(isolation=isolation, line=line) for line in lines))
+
+    failed = (
+        "RuntimeError: Deploying application 'default' failed: deployment 'Bad' failed to start:"
+    )
+    assert all(code == 1 for code, _ in said)
+    several, caused, library, group, *ended = [told for _, told in said]
+    assert several[-2:] == [f"{failed} ValueError: no model:", "  at /a"]
+    assert caused[:2] == ["KeyError: '/a'", "which caused:"]
+    assert caused[-1] == f"{failed} ValueError: no model"
+    assert library[1].strip() in lines[2]
+    assert {"    | ValueError: no model", "    | KeyError: '/a'"} <= {*group}
+    assert group[-1] == f"{failed} ExceptionGroup: several (2 sub-exceptions)"
+    for told in ended:
+        assert told[-3:] == ["The last lines of its output:", "last", "words"]
+
+
 def test_an_error_has_its_cause_and_only_the_frames_of_the_user(tmp_path: Path) -> None:
     source = """
 import json
@@ -501,7 +545,7 @@ def test_a_warning_is_said_once_at_the_users_line(tmp_path: Path, command: list[
     assert len(lines) == (command[0] == "run")
     for line in lines:
         assert "the variables RAY_SERVE_KV_TIMEOUT_S, RAY_SERVE_THROUGHPUT_OPTIMIZED (set " in line
-        assert "have no effect in this process, only on Ray" in line
+        assert "have no effect in this process; on Ray, Ray Serve's own variables have one" in line
     blocking = f"{tmp_path}/unused.py:6: SyncMethodOnEventLoopWarning: RAY_SERVE_RUN_SYNC"
     assert output.count(blocking) == (command[0] == "run")
     assert output.count("Calling sync method") == (command[0] == "run")

@@ -6,13 +6,15 @@ import json
 import logging
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
 
 import ingress as serve
@@ -27,6 +29,7 @@ from tests.servers import (
     ServerProcess,
     bind,
     environment,
+    forking,
     get,
     ingress_run,
     process,
@@ -301,6 +304,41 @@ def test_a_handler_gets_the_error_and_owner(monkeypatch: pytest.MonkeyPatch, sep
     assert (record.application, record.deployment) == ("library", "Failing")
     assert record.exc_info[0] is LookupError
     assert len(traceback.extract_tb(record.exc_info[2])) > 5  # all of it
+
+
+def cut_off(isolation: Literal["thread", "process"]) -> serve.Application:
+    api = FastAPI()
+
+    @serve.deployment(isolation=isolation)
+    @serve.ingress(api)
+    class CutOff:
+        @api.get("/response")
+        async def response(self) -> StreamingResponse:
+            return StreamingResponse(self.items())
+
+        @api.get("/items")
+        async def items(self) -> AsyncIterator[str]:
+            yield "first"
+            raise HTTPException(418, "too late")
+
+    return bind(CutOff)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("path", ["/response", "/items"])
+def test_an_http_exception_in_a_stream_is_logged_with_the_users_frame_only(
+    isolation: Literal["thread", "process"], path: str
+) -> None:
+    with records_of("uvicorn.error") as kept, forking():
+        port = served(cut_off(isolation))
+        get(port, path)
+        wait_until(lambda: kept)
+    (record,) = kept
+
+    lines = record.exc_text.splitlines()
+    assert len(lines) <= 8
+    assert lines[1].endswith(", in items")
+    assert lines[-1] == "RuntimeError: Caught handled exception, but response already started."
 
 
 # Tracebacks.
