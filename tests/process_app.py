@@ -171,6 +171,8 @@ class Model:
             logger.warning("number %d", number, extra={"of": [count]})
             await asyncio.to_thread(logger.debug, "number %d in a thread", number)
         print("on stdout")
+        print('{"already": "json"}')
+        print("{no json}")
         print("on stderr", file=sys.stderr)
         try:
             raise OddError("x" * 5_000)

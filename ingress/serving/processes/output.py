@@ -18,7 +18,7 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import IO
 
 from ingress.telemetry.logs import RequestFilter
-from ingress.telemetry.logs.streams import json_stream
+from ingress.telemetry.logs.streams import is_json_object, json_stream
 
 logger = logging.getLogger("ingress")
 
@@ -171,8 +171,8 @@ class Output:
 class _Stream:
     """One stream of a child: `held` may be a part of a record, `_line` was passed on already.
 
-    As text, a line ends with its replica and its process, as a log record does; the beginning of a
-    line, such as a progress bar's, is passed on at once.
+    As text, a line ends with its replica and its process, as a log record does, unless it is a JSON
+    object; the beginning of a line, such as a progress bar's, is passed on at once.
     """
 
     __slots__ = ("_fields", "_line", "_suffix", "_to", "held")
@@ -214,10 +214,10 @@ class _Stream:
     def _named(self, data: bytes) -> bytes:
         """Return what is written with the replica at the end of each line that is not empty."""
         first, *others = data.split(b"\n")
-        is_begun = bool(self._line)
-        named = bytearray(first)
+        named, line = bytearray(first), self._line + first
         for each in others:
-            named += self._suffix if is_begun or first else b"\n"
+            is_named = line and not (line[:1] == b"{" and is_json_object(line))
+            named += self._suffix if is_named else b"\n"
             named += each
-            first, is_begun = each, False
+            line = each
         return bytes(named)

@@ -103,7 +103,7 @@ class JSONStream(io.TextIOBase):
         lines = text.rstrip("\n")
         if not lines.strip():
             return
-        if lines.startswith("{") and all(_is_object(each) for each in lines.split("\n")):
+        if lines.startswith("{") and all(is_json_object(each) for each in lines.split("\n")):
             self._sink.put(lines)
             return
         record = logging.getLogRecordFactory()(
@@ -160,7 +160,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-def _is_object(line: str) -> bool:
+def is_json_object(line: str | bytes) -> bool:
+    """Return whether a line is one JSON object."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):

@@ -204,12 +204,12 @@ def test_records_of_a_child_come_through_the_handlers_of_the_server_in_order(
         nonlocal out, err
         output = capfd.readouterr()
         out, err = out + output.out, err + output.err
-        return bool(out) and "on stderr" in err
+        return "no json" in out and "on stderr" in err
 
     wait_until(has_printed)
     [pid] = pids("Model", "model")
     whose = f"[Model#0 {pid}]"
-    assert out == f"on stdout {whose}\n"
+    assert out == f'on stdout {whose}\n{{"already": "json"}}\n{{no json}} {whose}\n'
     found = [err.count(each) for each in ("number 7\n", f"on stderr {whose}\n", "\x1e")]
     assert found == [1, 1, 0]
 
