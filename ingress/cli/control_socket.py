@@ -154,7 +154,9 @@ class CommandError(Exception):
     """A command that cannot be done; the message is one line for the user."""
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    address_family = getattr(socket, "AF_UNIX", socket.AF_INET)  # none on Windows
+
     daemon_threads = True
     request_queue_size = 16
     commands: Mapping[str, Command]
@@ -252,7 +254,8 @@ class ControlSocket:
         # Under another name until it listens: a `.sock` that refuses a connection is stale.
         waiting = folder / f".{self._pid}"
         waiting.unlink(missing_ok=True)
-        server = _Server(str(waiting), _Handler, bind_and_activate=False)
+        address: Any = str(waiting)
+        server = _Server(address, _Handler, bind_and_activate=False)
         try:
             server.commands = self._commands
             server.server_bind()

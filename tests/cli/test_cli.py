@@ -20,6 +20,7 @@ from tests.servers import (
     ingress_run,
     invoke,
     run_ingress,
+    run_python,
     wait_until,
     write_module,
 )
@@ -157,6 +158,54 @@ def test_in_a_pipe_each_row_is_a_whole_line_and_says_what_the_status_says(folder
             [name, "HEALTHY", "0"]
         ]
     assert f"{name}  0 replicas x 100" in invoke(folder, "explain", "long:api", COLUMNS="80").stdout
+
+
+TESTED = """
+from fastapi.testclient import TestClient
+from app import hello
+with TestClient(hello) as client:
+    print(client.get("/sync").json(), client.post("/async").json())
+"""
+ALONE = """
+import ingress as serve
+
+@serve.deployment(isolation="process")
+class Alone:
+    def __call__(self): return "alone"
+
+alone = Alone.bind()
+"""
+
+
+@pytest.mark.parametrize("system", ["win32", "darwin"])
+def test_another_system_has_all_that_needs_no_part_of_unix(folder: Path, system: str) -> None:
+    write_module(folder, "sitecustomize", "import tests.simulated_system")
+    write_module(folder, "tested", TESTED)
+    write_module(folder, "alone", ALONE)
+    environ = {**environment(folder), "SIMULATED_SYSTEM": system}
+
+    def said(*arguments: str) -> str:
+        result = run_ingress(folder, *arguments, SIMULATED_SYSTEM=system)
+        return f"{result.returncode}\n{result.stdout}{result.stderr}"
+
+    client = run_python("tested.py", folder=folder, SIMULATED_SYSTEM=system)
+    assert (client.stdout, client.stderr) == ("hi you hi\n", "")
+    for command in ("explain", "check"):
+        assert said(command, "app:hello").startswith("0\n")
+    with ingress_run(folder, "app:hello", environ=environ) as run:
+        run.wait_for("is ready at http://127.0.0.1")
+        assert get(run.port, "/sync").body == b'"hi you"'
+        run.signal()
+        assert run.wait() == 0
+    assert "Traceback" not in run.output
+    if system == "win32":
+        assert "there are no control sockets on Windows" in said("status")
+        assert "has no Unix domain sockets" in said("run", "app:hello", "--uds", "s")
+        assert "which Windows does not support" in said("run", "alone:alone")
+    else:
+        with ingress_run(folder, "alone:alone", environ=environ) as run:
+            run.wait_for("is ready at http://127.0.0.1")
+            assert get(run.port, "/").body == b"alone"
 
 
 def test_a_busy_port_is_one_line_with_the_fix(folder: Path) -> None:

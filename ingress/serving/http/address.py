@@ -94,6 +94,11 @@ def url_of_name(name: Any, *, is_tls: bool) -> str:
 
 
 def _bind_path(path: str) -> socket.socket:
+    if not hasattr(socket, "AF_UNIX"):
+        raise RuntimeError(
+            f"this system, such as Windows, has no Unix domain sockets, got {path!r}; give a host "
+            "and a port"
+        )
     mode = _MODE
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
