@@ -9,7 +9,6 @@ those that one process cannot fulfil.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypedDict
@@ -64,6 +63,10 @@ class AutoscalingPolicy(Options):
 
 class AutoscalingConfig(Options):
     """Options of autoscaling: the number of replicas follows the load."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "target_num_ongoing_requests_per_replica": "target_ongoing_requests"
+    }
 
     min_replicas: NonNegativeInt = 1
     initial_replicas: NonNegativeInt | None = None
@@ -239,6 +242,8 @@ class DeploymentConfig(Options):
             "it is an option of ray_actor_options.",
         ),
     }
+    renamed: ClassVar[Mapping[str, str]] = {"max_concurrent_queries": "max_ongoing_requests"}
+    user_frame: ClassVar[int] = 5  # two normalised(), __init__, deployment() or .options()
 
     num_replicas: Replicas = 1
     max_ongoing_requests: OngoingRequests = 100
@@ -277,22 +282,10 @@ class DeploymentConfig(Options):
 
     @classmethod
     def normalised(cls, given: dict[str, Any]) -> dict[str, Any]:
-        options = dict(given)
+        options = super().normalised(given)
         for name in ("num_replicas", "ray_actor_options"):
             if options.get(name, ...) is None:
                 del options[name]
-        if "max_concurrent_queries" in options:
-            if "max_ongoing_requests" in options:
-                raise ValueError(
-                    "max_ongoing_requests and max_concurrent_queries are both given, and are one "
-                    "option; leave max_concurrent_queries out"
-                )
-            warnings.warn(
-                "max_concurrent_queries is deprecated; use max_ongoing_requests, the same option",
-                DeprecationWarning,
-                stacklevel=4,  # this, __init__, deployment() or .options(), the user's line
-            )
-            options["max_ongoing_requests"] = options.pop("max_concurrent_queries")
         return options
 
     @model_validator(mode="after")
@@ -459,7 +452,7 @@ for _key, _model in _OPTIONS_OF.items():
 _TAKES_THE_PLACE_OF = {
     "autoscaling_config": "num_replicas",
     "num_replicas": "autoscaling_config",
-    "max_concurrent_queries": "max_ongoing_requests",
+    **DeploymentConfig.renamed,
 }
 
 

@@ -263,7 +263,7 @@ def trace(
 def main() -> None:
     """Run the command line: the console script `ingress`, or `python -m ingress`."""
     if not sys.warnoptions:  # Python shows a DeprecationWarning of `__main__` only
-        warnings.filterwarnings("default", "max_concurrent_queries is", DeprecationWarning)
+        warnings.filterwarnings("default", r"\w+ is deprecated; use", DeprecationWarning)
     app(prog_name="ingress")  # completion and help are those of the script
 
 

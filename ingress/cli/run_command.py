@@ -360,7 +360,8 @@ def builder_arguments(
 
 def print_unused(file: ConfigFile) -> None:
     """Print, in one line of standard error, the options that only a cluster acts on."""
-    if unused := file.config.for_a_cluster():
+    pods = ["the pods of the RayService, their images and their env"] if file.top.is_inside else []
+    if unused := [*pods, *file.config.for_a_cluster()]:
         text = f"Without effect here, only on a cluster: {'; '.join(unused)}"
         typer.echo(f"{file.path.name}: {text}", err=True)
 

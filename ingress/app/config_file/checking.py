@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -29,7 +30,10 @@ def checked(top: FileValue, name: str) -> ServeConfig:
         raise ConfigFileError(
             [f"{name}:{top.place}: the file must be a mapping with `applications`"]
         )
-    unknown = list(_unknown(top, ServeConfig, ()))
+    options = list(_options_in(top, ServeConfig, ()))
+    for node, _, model in options:
+        _rename(node, model, name)
+    unknown = list(_unknown(options))
     if unknown:
         raise ConfigFileError(_lines(name, unknown, _advice_on))
     try:
@@ -58,22 +62,42 @@ def written(where: Where) -> str:
 
 
 def _unknown(
-    node: FileValue, annotation: object, where: Where
+    options: Iterable[tuple[FileValue, Where, type[Options]]],
 ) -> Iterator[tuple[Position, Unknown]]:
-    """Yield each key, at any depth, that is no option. Values of a wrong type are not looked at."""
+    """Yield each key, at any depth, that is no option."""
+    for node, where, model in options:
+        for key in node.value:
+            if key not in model.model_fields and key not in model.renamed:
+                yield node.keys[key], (where, key, model)
+
+
+def _rename(node: FileValue, model: type[Options], file: str) -> None:
+    """Give older names of options their current ones, with a warning that has their place."""
+    for old in model.renamed.keys() & node.value.keys():
+        if (name := model.renamed[old]) not in node.value:
+            place = node.keys[name] = node.keys[old]
+            node.value[name] = node.value.pop(old)
+            text = f"{old} is deprecated; use {name}, the same option"
+            warnings.warn_explicit(text, DeprecationWarning, file, place.line)
+
+
+def _options_in(
+    node: FileValue, annotation: object, where: Where
+) -> Iterator[tuple[FileValue, Where, type[Options]]]:
+    """Yield the mappings of options. Values of a wrong type are not looked at."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Options):
-        for key, value in node.value.items() if isinstance(node.value, dict) else ():
-            if (field := annotation.model_fields.get(key)) is None:
-                yield node.keys[key], (where, key, annotation)
-            else:
-                yield from _unknown(value, field.annotation, (*where, key))
+        if isinstance(node.value, dict):
+            yield node, where, annotation
+            for key, value in node.value.items():
+                if (field := annotation.model_fields.get(key)) is not None:
+                    yield from _options_in(value, field.annotation, (*where, key))
     elif origin is list and isinstance(node.value, list):
         for number, each in enumerate(node.value):
-            yield from _unknown(each, arguments[0], (*where, number))
+            yield from _options_in(each, arguments[0], (*where, number))
     elif origin in (Annotated, Union, types.UnionType):
         for each in arguments:
-            yield from _unknown(node, each, where)
+            yield from _options_in(node, each, where)
 
 
 def _advice_on(unknown: Unknown) -> str:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ingress._unsupported import NAMES
 from ingress.app.declaration.cluster_options import for_a_cluster
 from ingress.app.declaration.names import check_prefix
 from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig, options_not_acted_on
@@ -28,6 +29,7 @@ RAY_BUILDER = "ingress.engines.ray.builder:build"
 """The `import_path` in the files of `ingress build`; `args["target"]` is the application."""
 
 _GRPC = "there is no gRPC server here"
+_ANYSCALES = "a service of Anyscale has it at the top: leave it out here."
 
 
 def _import_path(value: str) -> str:
@@ -38,6 +40,12 @@ def _import_path(value: str) -> str:
         raise ValueError(
             f"import_path must be of the form module:name or module.name, got {value!r}; for the "
             "variable `app` in main.py it is main:app"
+        )
+    if module.partition(".")[0] == "ray":
+        fix = next((NAMES[each] for each in module.split(".")[2:3] if each in NAMES), "")
+        raise ValueError(
+            f"import_path {value!r} is Ray's own, and only `serve deploy` runs it; "
+            f"{fix or 'name your own application, whose imports `ingress migrate` rewrites'}"
         )
     return value
 
@@ -104,6 +112,14 @@ class DeploymentOverrides(DeploymentConfig):
 
     belong_to: ClassVar[str] = "a deployment"
     is_whole: ClassVar[bool] = False
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **DeploymentConfig.elsewhere,
+        "route_prefix": "it belongs to the application: applications[].route_prefix.",
+        **{
+            name: f"it belongs to ray_actor_options.{name}."
+            for name in ("memory", "num_cpus", "num_gpus", "resources", "runtime_env")
+        },
+    }
 
     name: str
 
@@ -119,10 +135,12 @@ class ApplicationConfig(Options):
     elsewhere: ClassVar[Mapping[str, str]] = {
         "host": "it belongs to http_options at the top.",
         "port": "it belongs to http_options at the top.",
-        "env_vars": "it belongs to runtime_env.",
-        "working_dir": "it belongs to runtime_env.",
-        "user_config": "it belongs to a deployment: deployments[].user_config.",
-        "num_replicas": "it belongs to a deployment: deployments[].num_replicas.",
+        "env": "variables belong to runtime_env.env_vars.",
+        **{
+            name: f"it belongs to a deployment: deployments[].{name}."
+            for name in (*DeploymentConfig.model_fields, *DeploymentConfig.renamed)
+        },
+        **dict.fromkeys(RuntimeEnv.model_fields, "it belongs to runtime_env."),
     }
 
     name: Annotated[str, AfterValidator(_name)] = "default"
@@ -172,8 +190,21 @@ class ServeConfig(Options):
     elsewhere: ClassVar[Mapping[str, str]] = {
         "host": "it belongs to http_options.",
         "port": "it belongs to http_options.",
-        "import_path": "it belongs to an application: applications[].import_path.",
-        "deployments": "it belongs to an application: applications[].deployments.",
+        **{
+            name: f"it belongs to an application: applications[].{name}."
+            for name in ("import_path", "args", "runtime_env", "deployments", "route_prefix")
+        },
+        "name": f"an application's is applications[].name; {_ANYSCALES}",
+        "working_dir": (
+            f"an application's is applications[].runtime_env.working_dir; {_ANYSCALES}"
+        ),
+        **dict.fromkeys(
+            (
+                *("cloud", "compute_config", "containerfile", "excludes", "image_uri", "project"),
+                *("query_auth_token_enabled", "requirements", "tags", "py_modules", "env_vars"),
+            ),
+            _ANYSCALES,
+        ),
     }
 
     proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = "EveryNode"

@@ -5,16 +5,20 @@
     aliases that expand to more values
     than `MOST_VALUES`                     refused where they are: an alias counts with its target
     a key that occurs twice                refused at the second one
+    a second document                      refused, unless one of them is a RayService, and the
+                                           others are further objects of Kubernetes
 
-The tree is built from the parser's events. PyYAML's own `compose` loses the places of aliases, and
+Of a RayService, KubeRay's manifest, `serveConfigV2` is the file: a YAML text in a YAML value. The
+tree is built from the parser's events. PyYAML's own `compose` loses the places of aliases, and
 recurses as deep as a text is nested.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,9 @@ _RESOLVER = yaml.resolver.Resolver()
 _MERGE = "tag:yaml.org,2002:merge"
 _TEXT = "tag:yaml.org,2002:str"
 _TOO_DEEP = f"nested more than {DEEPEST} levels deep"
+_SERVICE = "RayService"
+_CONFIG = "serveConfigV2"
+_TEMPLATE = re.compile(r"\{\{.{1,40}?\}\}")  # bounded: a file may have a million braces
 _COLLECTIONS = (None, "!", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 Key = str | int | float | bool | None
@@ -54,12 +61,17 @@ class Position:
         return f"{self.line}:{self.column}"
 
 
+def _place(mark: yaml.Mark) -> Position:
+    return Position(mark.line + 1, mark.column + 1)
+
+
 @dataclass(slots=True)
 class FileValue:
     """One value of a file: a dict or a list of nodes, or a scalar.
 
     `size` counts the values in it, those behind an alias each time, `height` the levels of dicts
-    and lists. `keys` has the places of a dict's keys.
+    and lists. `keys` has the places of a dict's keys. `is_inside` is set at the top of a text that
+    is in a RayService.
     """
 
     place: Position
@@ -67,6 +79,7 @@ class FileValue:
     keys: dict[Key, Position] = field(default_factory=dict)
     size: int = 1
     height: int = 0
+    is_inside: bool = False
 
     def plain(self) -> object:
         """Return the value without places."""
@@ -96,7 +109,7 @@ def read(path: Path) -> FileValue:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise ConfigFileError([f"cannot read {str(path)!r}: {error.strerror}"]) from None
+        raise _mistake(f"cannot read {str(path)!r}: {error.strerror}") from None
     if len(data) > MOST_BYTES:
         raise ConfigFileError(
             [f"{path} has more than {MOST_BYTES:,} bytes, the limit for a configuration"]
@@ -105,49 +118,122 @@ def read(path: Path) -> FileValue:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = _end_of(data[: error.start].decode("utf-8-sig"))
-        raise ConfigFileError([f"{path}:{place}: not UTF-8; save the file as UTF-8"]) from None
-    return parse(text, str(path))
-
-
-def parse(text: str, name: str) -> FileValue:
-    """Return the top of a text; `name` is that of its file. Raises `ConfigFileError`."""
+        raise _mistake(f"{path}:{place}: not UTF-8; save the file as UTF-8") from None
     try:
-        return _Tree(name, yaml.parse(text, Loader=_LOADER)).top()
+        top = parse(text, str(path))
+        if "kind" not in top.keys:
+            return top
+        return replace(_config_of(top, text, str(path)), is_inside=True)
+    except ConfigFileError as error:
+        raise _as_template(error, text, path) from None
+
+
+def parse(text: str, name: str, place: Callable[[yaml.Mark], Position] = _place) -> FileValue:
+    """Return the top of a text; `name` is that of its file. Raises `ConfigFileError`.
+
+    `place` says where in the file a mark of the text is.
+    """
+    try:
+        return _Tree(name, yaml.parse(text, Loader=_LOADER), place).top()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = "" if mark is None else f":{_place(mark)}"
+        where = "" if mark is None else f":{place(mark)}"
         problem = error.problem or error.context or "not YAML"
-        raise ConfigFileError([f"{name}{place}: {problem}"]) from None
+        raise _mistake(f"{name}{where}: {problem}") from None
     except yaml.YAMLError as error:  # of the reader: a character that YAML does not allow
         end = _end_of(text[: getattr(error, "position", None) or 0])
         problem = " ".join(str(error).split())
-        raise ConfigFileError([f"{name}:{end}: {problem}"]) from None
+        raise _mistake(f"{name}:{end}: {problem}") from None
+
+
+def _config_of(top: FileValue, text: str, name: str) -> FileValue:
+    """Return the top of the YAML text in a RayService, with its places in the whole file."""
+    kind = top.value["kind"]
+    if kind.value != _SERVICE:
+        raise _mistake(
+            f"{name}:{kind.place}: kind: {str(kind.plain())[:40]!r} has no applications; give a "
+            f"{_SERVICE}, or the file of Ray's `serve deploy`"
+        )
+    spec = top.value.get("spec", top)
+    found = spec.value.get(_CONFIG) if isinstance(spec.value, dict) else None
+    if found is None or not isinstance(found.value, str) or not found.value.strip():
+        raise _mistake(
+            f"{name}:{(found or spec).place}: a {_SERVICE} needs spec.{_CONFIG}, a text; write "
+            f"`{_CONFIG}: |`, and below it, indented, the file of Ray's `serve deploy`"
+        )
+    begin = found.place
+    lines = text.split("\n")[begin.line - 1 :]
+    if not lines or lines[0][begin.column - 1 :][:1] != "|":  # in quotes it has lines of its own
+        return parse(found.value, name, lambda mark: begin)
+    inside = next((each for each in found.value.split("\n") if each.strip()), "")
+    outside = next((each for each in lines[1:] if each.strip()), "")
+    indent = (len(outside) - len(outside.lstrip(" "))) - (len(inside) - len(inside.lstrip(" ")))
+    return parse(
+        found.value,
+        name,
+        lambda mark: Position(begin.line + mark.line + 1, indent + mark.column + 1),
+    )
+
+
+def _as_template(error: ConfigFileError, text: str, path: Path) -> ConfigFileError:
+    """Return an error that also names the template in a text, if there is one.
+
+    A prompt of a model may have braces too, so that they alone are no mistake.
+    """
+    if (braces := _TEMPLATE.search(text)) is None:
+        return error
+    line = text.count("\n", 0, braces.start()) + 1
+    return _mistake(
+        f"{error}; line {line} has {braces.group()}: if this is a template of Helm, give its "
+        f"output: helm template CHART --show-only templates/{path.name} > FILE"
+    )
+
+
+def _mistake(line: str) -> ConfigFileError:
+    return ConfigFileError([line])
 
 
 class _Tree:
     """The tree of one text, grown by recursion from the parser's events."""
 
-    def __init__(self, name: str, events: Iterator[yaml.Event]) -> None:
-        self._name, self._events = name, events
+    def __init__(
+        self, name: str, events: Iterator[yaml.Event], place: Callable[[yaml.Mark], Position]
+    ) -> None:
+        self._name, self._events, self._place = name, events, place
         self._anchors: dict[str, FileValue | None] = {}  # `None` while the anchored value is open
         self._depth = 0
 
     def top(self) -> FileValue:
-        found: FileValue | None = None
+        """Return the one document, or the RayService among objects of Kubernetes."""
+        found: list[FileValue] = []
+        begins: list[Position] = []
         for event in self._events:
-            if isinstance(event, yaml.DocumentStartEvent) and found is not None:
-                raise self._wrong(event, "a second document begins here; a file has one")
-            if isinstance(event, yaml.NodeEvent):
-                found = self._node(event)
-        if found is None or found.value is None:
-            raise ConfigFileError([f"{self._name}:1:1: the file is empty; it needs `applications`"])
-        return found
+            if isinstance(event, yaml.DocumentStartEvent):
+                begin = self._place(event.start_mark)
+                self._anchors.clear()
+            elif (
+                isinstance(event, yaml.NodeEvent) and (node := self._node(event)).value is not None
+            ):
+                found.append(node)
+                begins.append(begin)
+        if not found:
+            raise _mistake(f"{self._name}:1:1: the file is empty; it needs `applications`")
+        if len(found) == 1:
+            return found[0]
+        kinds = [each.value["kind"].value if "kind" in each.keys else None for each in found]
+        if kinds.count(_SERVICE) == 1 and None not in kinds:
+            return found[kinds.index(_SERVICE)]
+        services = [place for place, kind in zip(begins, kinds, strict=True) if kind == _SERVICE]
+        raise _mistake(
+            f"{self._name}:{(services[1:] or begins[1:])[0]}: a second document begins here; put "
+            "it into a file of its own, or its applications into the first one"
+        )
 
     def _node(self, event: yaml.Event) -> FileValue:
         """Return the value that begins with an event, with all that is in it."""
         if isinstance(event, yaml.AliasEvent):
             return self._known(event)
-        node = FileValue(_place(event.start_mark), None)
+        node = FileValue(self._place(event.start_mark), None)
         if event.anchor:
             self._anchors[event.anchor] = None
         if isinstance(event, yaml.ScalarEvent):
@@ -243,21 +329,17 @@ class _Tree:
             raise self._wrong(
                 event, f"the key {key!r} occurs twice, first at {first}; remove one of them"
             )
-        node.keys[key] = _place(event.start_mark)
+        node.keys[key] = self._place(event.start_mark)
         return key
 
     def _wrong(self, event: yaml.Event, problem: str) -> ConfigFileError:
-        return ConfigFileError([f"{self._name}:{_place(event.start_mark)}: {problem}"])
+        return _mistake(f"{self._name}:{self._place(event.start_mark)}: {problem}")
 
 
 def _tag_of(event: yaml.Event) -> str:
     if event.tag not in (None, "!"):
         return str(event.tag)
     return str(_RESOLVER.resolve(yaml.ScalarNode, event.value, event.implicit))
-
-
-def _place(mark: yaml.Mark) -> Position:
-    return Position(mark.line + 1, mark.column + 1)
 
 
 def _end_of(text: str) -> Position:

@@ -13,6 +13,7 @@ import difflib
 import logging
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeGuard
 
@@ -42,6 +43,10 @@ class Options(BaseModel):
     """The owner of these options in messages; the class's name if empty."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Advice for keywords that are not options, although users may expect them."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Older names of options, which still count."""
+    user_frame: ClassVar[int] = 3
+    """The number of frames from `normalised` to the user's line."""
 
     # pydantic's error has many lines and its own type. Hidden from type checkers, which derive the
     # signature from the fields.
@@ -59,8 +64,21 @@ class Options(BaseModel):
 
     @classmethod
     def normalised(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the given options under their current names; for deprecated names."""
-        return given
+        """Return the given options under their current names. Raises `ValueError` for both."""
+        options = dict(given)
+        for old in cls.renamed.keys() & options.keys():
+            name = cls.renamed[old]
+            if name in options:
+                raise ValueError(
+                    f"{name} and {old} are both given, and are one option; leave {old} out"
+                )
+            warnings.warn(
+                f"{old} is deprecated; use {name}, the same option",
+                DeprecationWarning,
+                stacklevel=cls.user_frame,
+            )
+            options[name] = options.pop(old)
+        return options
 
     @classmethod
     def option_names(cls) -> list[str]:

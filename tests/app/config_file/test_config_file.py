@@ -195,8 +195,13 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "an anchor in itself": ("a: &a [*a]", ":1:8: *a is inside of its own anchor"),
     "no such anchor": ("a: *b", ":1:4: there is no anchor &b before this"),
     "a key twice": ("a: 1\nb: 2\na: 3", ":3:1: the key 'a' occurs twice, first at 1:1; remove"),
-    "a second document": ("a: 1\n---\nb: 2", ":2:1: a second document begins here"),
+    "a second document": (
+        "a: 1\n---\nb: 2",
+        ":2:1: a second document begins here; put it into a file of",
+    ),
     "a tag": ("a: !!python/object/apply:os.system [ls]", "is not allowed here"),
+    "braces": ("{" * 500_000 + "\n" + "{{" * 200_000, "nest"),
+    "a large kind": (f"kind: [{'a, ' * 9999}]", "has no applications; give a RayService"),
     "not YAML": ("a: [1\nb: 2", ":2:2: did not find expected ',' or ']'"),
     "not UTF-8": (b"a: 1\nb: \xff", ":2:4: not UTF-8; save the file as UTF-8"),
     "a control character": ("a: \x00", ":1:4: "),
@@ -236,6 +241,137 @@ applications:
     assert [each.name for each in config.applications] == ["a", "b"]
     assert config.applications[1].import_path == "m:a"
     assert config.applications[1].args == {"x": [1, 2]}
+
+
+APPLICATION = """\
+applications:
+- import_path: main:app
+  deployments:
+  - {name: Main, num_replicaz: 2}
+"""
+INSIDE = "applications[0].deployments[0].num_replicaz is not an option; did you mean num_replicas?"
+
+
+def manifest(config: str, *, indent: int = 4) -> str:
+    lines = "".join(f"{' ' * indent}{line}\n" for line in config.splitlines())
+    return f"kind: RayService\nspec:\n  serveConfigV2: |  # the file\n{lines}  more: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (manifest(APPLICATION), "7:22"),
+        (manifest(f"\n{APPLICATION}", indent=8), "8:26"),
+        (manifest(f"---\n# served\n{APPLICATION}"), "9:22"),
+        (manifest(APPLICATION).replace("\n", "\r\n"), "7:22"),
+        (json.dumps({"kind": "RayService", "spec": {"serveConfigV2": APPLICATION}}), "1:50"),
+        (f"{{kind: ConfigMap}}\n---\n{manifest(APPLICATION)}---\nkind: Service\n---\n", "9:22"),
+    ],
+    ids=["block", "indented", "with a start", "crlf", "json", "among others"],
+)
+def test_a_mistake_in_a_ray_service_has_its_place_in_the_manifest(
+    tmp_path: Path, text: str, place: str
+) -> None:
+    assert problems(tmp_path, text) == [f":{place}: {INSIDE}"]
+
+
+def test_a_ray_service_is_its_serve_config(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text(manifest(APPLICATION.replace("num_replicaz", "num_replicas")))
+    file = ConfigFile.read(path)
+    where = ("applications", 0, "deployments", 0, "num_replicas")
+
+    assert file.config.applications[0].deployments[0].num_replicas == 2
+    assert file.place_of(where) == "service.yaml:7:36"
+
+
+NO_FILE: dict[str, tuple[str, str]] = {
+    "another kind": ("kind: RayCluster", ":1:7: kind: 'RayCluster' has no applications; give a"),
+    "without a config": ("kind: RayService\nspec: {a: 1}", ":2:7: a RayService needs spec.serve"),
+    "a mapping": (
+        "kind: RayService\nspec: {serveConfigV2: {applications: []}}",
+        ":2:23: a RayService needs spec.serveConfigV2, a text; write `serveConfigV2: |`",
+    ),
+    "two services": (f"{manifest(APPLICATION)}---\n{manifest(APPLICATION)}", ":9:1: a second doc"),
+    "a file and an object": (f"{APPLICATION}---\nkind: Service", ":5:1: a second document"),
+    "an anchor of another": ("a: &a 1\n---\nb: *a", ":3:4: there is no anchor &a before this"),
+    "a template": (
+        manifest("applications:\n- import_path: {{ .Values.path }}"),
+        "; line 5 has {{ .Values.path }}: if this is a template of Helm, give its output: helm",
+    ),
+    "a directive of a template": ("{{- if .Values.on }}\napplications: []", "; line 1 has {{- if"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), NO_FILE.values(), ids=list(NO_FILE))
+def test_what_is_no_file_says_which_one_to_give(tmp_path: Path, text: str, expected: str) -> None:
+    (line,) = problems(tmp_path, text)
+
+    assert expected in line
+
+
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "a builder of Ray": (
+        "applications: [{import_path: 'ray.serve.llm:build_openai_app'}]",
+        "is Ray's own, and only `serve deploy` runs it; write a deployment that calls the model",
+    ),
+    "an application of Ray": (
+        "applications: [{import_path: ray.some.app}]",
+        "is Ray's own, and only `serve deploy` runs it; name your own application",
+    ),
+    "runtime_env at the top": ("runtime_env: {}", "to an application: applications[].runtime_env"),
+    "a service's name": ("name: shop", "applications[].name; a service of Anyscale has it at the"),
+    "an image": ("image_uri: a", "a service of Anyscale has it at the top: leave it out here"),
+    "an option of deployments": (
+        "applications: [{import_path: 'm:a', max_ongoing_requests: 3}]",
+        "it belongs to a deployment: deployments[].max_ongoing_requests",
+    ),
+    "a prefix of a deployment": (
+        "applications: [{import_path: 'm:a', deployments: [{name: A, route_prefix: /a}]}]",
+        "it belongs to the application: applications[].route_prefix",
+    ),
+    "resources of a deployment": (
+        "applications: [{import_path: 'm:a', deployments: [{name: A, num_gpus: 1}]}]",
+        "it belongs to ray_actor_options.num_gpus",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), ELSEWHERE.values(), ids=list(ELSEWHERE))
+def test_what_other_files_have_says_where_it_belongs(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    assert expected in problems(tmp_path, text)[0]
+
+
+def test_older_names_of_options_count_with_a_warning_at_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("""
+applications:
+- import_path: main:app
+  deployments:
+  - name: Main
+    max_concurrent_queries: 7
+    autoscaling_config: {target_num_ongoing_requests_per_replica: 3}
+""")
+    with pytest.warns(DeprecationWarning, match="is deprecated; use") as caught:
+        file = ConfigFile.read(path)
+    (config,) = file.config.applications[0].deployments
+    where = ("applications", 0, "deployments", 0, "max_ongoing_requests")
+
+    assert config.max_ongoing_requests == 7
+    assert config.autoscaling_config is not None
+    assert config.autoscaling_config.target_ongoing_requests == 3
+    assert file.place_of(where) == "serve.yaml:6:29"
+    assert [(each.filename, each.lineno) for each in caught] == [(str(path), 6), (str(path), 7)]
+    assert str(caught[0].message).startswith("max_concurrent_queries is deprecated; use max_ong")
+
+
+def test_an_option_by_both_its_names_is_refused(tmp_path: Path) -> None:
+    both = "{name: A, max_ongoing_requests: 1, max_concurrent_queries: 1}"
+    (line,) = problems(tmp_path, f"applications: [{{import_path: 'm:a', deployments: [{both}]}}]")
+
+    assert "max_ongoing_requests and max_concurrent_queries are both given" in line
 
 
 TWICE: dict[str, tuple[str, str]] = {
@@ -447,6 +583,19 @@ def test_run_reads_what_build_writes_and_what_config_prints(folder: Path) -> Non
     (one,) = ConfigFile.read(folder / "again.yaml").config.applications
     assert one.args["target"] == "app:hello"
     assert {each.name: each.num_replicas for each in one.deployments} == {"Model": 2, "Front": 1}
+
+
+def test_explain_takes_the_manifest_that_build_writes_for_kuberay(folder: Path) -> None:
+    options = ("--kuberay", "-o", "shop.yaml")
+    assert run_ingress(folder, "build", "app:hello", *options).returncode == 0
+    explained = run_ingress(folder, "explain", "shop.yaml")
+
+    assert explained.returncode == 0, explained.stderr
+    assert "Front.get" in explained.stdout
+    shown = run_ingress(folder, "config", "shop.yaml")
+    assert "target: app:hello" in shown.stdout
+    told = "shop.yaml: Without effect here, only on a cluster: the pods of the RayService"
+    assert shown.stderr.startswith(told)
 
 
 def test_the_schema_has_the_options_of_the_models() -> None:
