@@ -3,7 +3,7 @@
     NAMES        serve.xyz, and serve.module of a module of Ray Serve
     MEMBERS      attributes of objects that the API returns, and names in its modules
     PARAMETERS   keywords of functions and methods; for options see `elsewhere` in `config`
-    MISPLACED    attributes of other objects than the one at hand; not names of Ray Serve
+    MISPLACED    names of other objects or functions than the one at hand; not names of Ray Serve
 
 docs/compatibility.md lists the same sentences. Tests check that the lists are complete and that
 every sentence reaches the user.
@@ -26,6 +26,8 @@ NO_TASKS = "there is no task queue; call a handle, or consume your queue in a de
 BY_REFERENCE = "how values are passed is the engine's choice; leave it out"
 TRACING = "set OpenTelemetry's tracer provider in your own code; see docs/opentelemetry.md"
 HTTP_ONLY = "pass serve.start(http_options={...}) what it says of HTTP, and leave the rest out"
+HTTP_BEFORE = "call serve.start(http_options={'host': ..., 'port': ...}) before it"
+NO_PROMETHEUS = "ask Prometheus in a policy of your own, a class or a function: policy_function"
 EACH_REPLICA = "call the deployment; what every replica must know comes with user_config"
 REPLICAS = "set num_replicas or autoscaling_config"
 NO_NODES = "serve.status() has what both engines have, and no nodes"
@@ -83,6 +85,13 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
             *("node_ip", "pid", "start_time_s", "worker_id"),
         ),
         NO_NODES,
+    ),
+    "autoscaling_policy": dict.fromkeys(
+        (
+            *("PrometheusQueryMixin", "PrometheusSample", "PrometheusScalar"),
+            "PrometheusVector",
+        ),
+        NO_PROMETHEUS,
     ),
     "context": {"DeploymentActorContext": STATE},
     "exceptions": {"gRPCStatusError": NO_GRPC},
@@ -174,8 +183,9 @@ MISPLACED: Mapping[str, Mapping[str, str]] = {
     "Deployment": {
         "remote": "it does not run yet; handle = serve.run(Name.bind()), then handle.remote(...)",
     },
+    "serve.run": dict.fromkeys(("host", "port", "http_options"), HTTP_BEFORE),
 }
-"""Attributes that another object has, with advice."""
+"""Attributes that another object has, and keywords of another function, with advice."""
 
 MEANT: Mapping[str, Mapping[str, str]] = {
     "handle.options": {"method": "method_name"},
@@ -199,9 +209,9 @@ class AbsentModules:
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> None:
         package, _, name = fullname.rpartition(".")
-        if package == "ingress" and name in NAMES:
+        if name in (advice := _advice_on(package)):
             # Without the error's `name`: Python would drop an error about this very module.
-            raise ModuleNotFoundError(f"ingress has no {name!r}; {NAMES[name]}")
+            raise ModuleNotFoundError(f"{package} has no {name!r}; {advice[name]}")
 
 
 def explain_imports() -> None:
@@ -211,9 +221,12 @@ def explain_imports() -> None:
 
 
 def teller(module: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which raises `AttributeError` with advice."""
-    kind = module.rpartition(".")[2]
-    advice = NAMES if kind == "ingress" else MEMBERS[kind]
+    """Return a module's `__getattr__`, which raises `AttributeError` with advice.
+
+    The module becomes a package without modules: only then `from module import name` asks a finder.
+    """
+    advice = _advice_on(module)
+    vars(sys.modules[module]).setdefault("__path__", [])
 
     def __getattr__(name: str) -> Any:
         raise AttributeError(
@@ -223,6 +236,14 @@ def teller(module: str) -> Callable[[str], Any]:
         )
 
     return __getattr__
+
+
+def _advice_on(module: str) -> Mapping[str, str]:
+    """Return the advice on names of `ingress`, or of one of its modules."""
+    package, _, name = module.partition(".")
+    if package != "ingress":
+        return {}
+    return MEMBERS.get(name, {}) if name else NAMES
 
 
 def absent_member(owner: object, name: str) -> AttributeError:
@@ -246,7 +267,7 @@ def absent_method(deployment: str, name: str, methods: list[str]) -> str:
 def refuse(function: str, given: Mapping[str, object], signature: Callable[..., object]) -> None:
     """Raise `TypeError` for keywords that the function of that name and signature does not take."""
     for name in given:
-        advice = PARAMETERS.get(function, {})
+        advice = {**PARAMETERS.get(function, {}), **MISPLACED.get(function, {})}
         others = advice["kwargs"] if function == "serve.start" else ""
         known = advice.get(name) or others or _meant(function, name, signature)
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {known}")

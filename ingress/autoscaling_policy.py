@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ingress._unsupported import teller
 from ingress.config import AutoscalingConfig, AutoscalingContext
 
 TOLERANCE_S = 1e-6  # of delays: differences of large times are not exact
@@ -118,3 +119,6 @@ def delayed(
 
 def bounded(count: float, config: AutoscalingConfig) -> int:
     return max(config.min_replicas, min(config.max_replicas, math.ceil(count)))
+
+
+__getattr__ = teller(__name__)

@@ -23,6 +23,7 @@ from ingress.core.base.options import Options
 
 _BESIDE = "Ray works beside ingress where it is installed; keep the import, or move this code"
 _ENVIRONMENT = "install it in the environment of the server; there is one environment"
+_WITH_IMPORT = "and `import ray`, if no other use of it is left"
 
 FUNCTION = (
     'write a deployment with isolation="process" and call its handle, or use '
@@ -45,9 +46,9 @@ CORE: Mapping[str, str] = {
     "kill": "a deployment ends with its application: serve.delete(name)",
     "get_actor": "serve.get_deployment_handle(deployment_name, app_name)",
     "method": "the options of one method are those of @serve.method",
-    "init": "remove it: serve.run starts everything in this process",
-    "shutdown": "serve.shutdown() ends what serve.run started; remove it",
-    "is_initialized": "remove it: there is no cluster to connect to",
+    "init": f"remove it: serve.run starts everything in this process; {_WITH_IMPORT}",
+    "shutdown": f"serve.shutdown() ends what serve.run started; remove it; {_WITH_IMPORT}",
+    "is_initialized": f"remove it: there is no cluster to connect to; {_WITH_IMPORT}",
     "get_gpu_ids": 'isolation="process" with num_gpus sets CUDA_VISIBLE_DEVICES of each replica',
     "get_runtime_context": "serve.get_replica_context() has the names of replica and deployment",
     "ObjectRef": "a handle's response is a serve.DeploymentResponse",
@@ -108,10 +109,7 @@ RUNTIME_ENV: Mapping[str, str] = {
     "working_dir": "start the server there, or use ingress run --app-dir",
     "py_modules": "install the modules, or put them below ingress run --app-dir",
 }
-RENAMED: Mapping[str, str] = {
-    "max_concurrent_queries": "max_ongoing_requests",
-    "target_num_ongoing_requests_per_replica": "target_ongoing_requests",
-}
+RENAMED: Mapping[str, str] = {**DeploymentConfig.renamed, **AutoscalingConfig.renamed}
 NEEDS_A_PROCESS = 'it has an effect with isolation="process" only; add that, or leave it out'
 NO_RESOURCES = "one process has what its machine has; leave it out"
 IN_A_CLUSTERS_FILE = "leave it out, or give it in the cluster's file"
@@ -190,16 +188,20 @@ def remedy(path: Sequence[str]) -> str:
     return "ingress has no such name; docs/compatibility.md lists all"
 
 
+_AS_IN_RAY = {("context", "_get_internal_replica_context"), ("schema", "ReplicaRank")}
+"""Names that a module has only because Ray's has them."""
+
+
 def _is_in(module: str, name: str) -> bool:
     """Return whether a name is public in a module; those that it only imports are not."""
     found: Any = import_module(f"ingress.{module}")
-    if name in getattr(found, "__all__", ()):
+    if name in getattr(found, "__all__", ()) or (module, name) in _AS_IN_RAY:
         return True
     value = vars(found).get(name)
     if value is None or name.startswith("_"):
         return False
     is_own = getattr(value, "__module__", "") == found.__name__
-    return is_own or vars(ingress).get(name) is value or (module, name) == ("schema", "ReplicaRank")
+    return is_own or vars(ingress).get(name) is value
 
 
 def in_call(node: ast.Call, path: list[str], *, has_serve: bool) -> Iterator[Found]:
@@ -226,12 +228,16 @@ def in_runtime_env(node: ast.expr) -> Iterator[Found]:
 
 def _of_function(node: ast.Call, name: str) -> Iterator[Found]:
     signature = inspect.signature(getattr(ingress, name))
-    known = _unsupported.PARAMETERS.get(f"serve.{name}", {})
+    function = f"serve.{name}"
+    known = {
+        **_unsupported.PARAMETERS.get(function, {}),
+        **_unsupported.MISPLACED.get(function, {}),
+    }
     takes = [each for each in signature.parameters if each != "unsupported"]
     for keyword in node.keywords:
         if keyword.arg is not None and keyword.arg not in takes:
             fix = known.get(keyword.arg) or known.get("kwargs") or f"it takes: {', '.join(takes)}"
-            yield keyword, f"serve.{name}({keyword.arg}=...)", fix
+            yield keyword, f"{function}({keyword.arg}=...)", fix
 
 
 def _of_class(given: list[ast.keyword], cls: type[Options]) -> Iterator[Found]:
@@ -277,6 +283,8 @@ def _of_resources(node: ast.expr, *, is_process: bool, is_known: bool) -> Iterat
             has_env_vars = any(name == "env_vars" for name, *_ in _texts(value))
             if has_env_vars and not is_process and is_known:
                 yield place, "runtime_env['env_vars']", NEEDS_A_PROCESS
+        elif key == "num_gpus" and isinstance(value, ast.Constant) and not value.value:
+            continue
         elif key != "num_gpus":
             yield place, f"ray_actor_options[{key!r}]", NO_RESOURCES
         elif not is_process and is_known:  # .options() may add to a deployment that has it

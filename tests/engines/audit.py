@@ -35,6 +35,7 @@ from ingress._unsupported import (
     NAMES,
     NO_GANGS,
     NO_GRPC,
+    NO_PROMETHEUS,
     NO_TASKS,
     PARAMETERS,
     REPLICAS,
@@ -44,12 +45,16 @@ from ingress.app.declaration.cluster_options import CLUSTER_ONLY
 from ingress.config import NOT_ACTED_ON, DeploymentConfig
 
 MODULES = ("config", "context", "exceptions", "handle", "schema")
-"""Modules of Ray Serve whose classes are compared in detail; of other modules, only the names."""
+"""Modules of Ray Serve whose classes are compared in detail."""
+NAMED = ("autoscaling_policy", "metrics", "request_router")
+"""Modules of Ray Serve of which only the names are compared."""
 
 REFUSED = "in one process: refused when it is run; the Ray engine acts on it"
 RECORDED = "in one process: recorded, with a warning; the Ray engine acts on it"
 PRIVATE_OF_RAY = "for Ray's own use"
-MISSING = {*(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_TASKS, REPLICAS, STATE, NAMES["llm"])}
+MISSING = {
+    *(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_PROMETHEUS, NO_TASKS, REPLICAS, STATE, NAMES["llm"])
+}
 """The advice for features without a counterpart; other absent names are absent on purpose."""
 WITHOUT_EFFECT = {
     "handle.DeploymentHandle.shutdown": "does nothing but warn: a handle holds no resources",
@@ -87,6 +92,13 @@ def theirs() -> list[dict[str, str]]:
             value = getattr(of_module, name)
             if inspect.isclass(value) and value.__module__ == of_module.__name__:
                 found += _class(module, value)
+    for module in NAMED:
+        of_module = import_module(f"ray.serve.{module}")
+        found += [
+            {"kind": _kind(value), "name": f"{module}.{name}"}
+            for name, value in vars(of_module).items()
+            if _is_public(of_module, name, value)
+        ]
     found += _class("declaration", serve.Deployment)
     found += _parameters("serve.RunTarget", serve.RunTarget)
     found += _parameters(
@@ -98,6 +110,11 @@ def theirs() -> list[dict[str, str]]:
         if option in options and each["name"] == f"serve.deployment({option})":
             each["default"] = _default(options[option].get_default(call_default_factory=True))
     return found
+
+
+def _is_public(module: Any, name: str, value: Any) -> bool:
+    is_own = callable(value) and getattr(value, "__module__", "") == module.__name__
+    return name in getattr(module, "__all__", [name] if is_own and name[0] != "_" else [])
 
 
 def _signature(value: Any, *, is_shown: bool = True) -> dict[str, str]:
@@ -217,6 +234,9 @@ def _judged(kind: str, name: str, known: set[str]) -> dict[str, str]:
     if name.startswith("serve."):
         return _judged_name(name.removeprefix("serve."), known)
     module, cls, *member = name.split(".")
+    if module in NAMED:
+        is_here = hasattr(import_module(f"ingress.{module}"), cls)
+        return {"verdict": "same"} if is_here else _absent(MEMBERS.get(module, {}).get(cls, ""))
     if member:
         return _judged_member(module, cls, member[0])
     return _judged_class(module, cls, known)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby
 
+from ingress._unsupported import NAMES
+from ingress.migrate.advice import OLDER
 from tests.engines.audit import audit
 from tests.engines.scenarios.examples import NO_APPLICATIONS
 from tests.engines.suite import FEATURES, Scenario, scenarios
@@ -112,6 +114,7 @@ def _api(results: Results) -> str:
     others = [each for each in judged if each not in names and each not in options]
     rest = [each for each in others if each["verdict"] != "same" or "because" in each]
     same = ", ".join(f"`{each['name']}`" for each in others if each not in rest)
+    known = {each["name"].removeprefix("serve.") for each in names}
     lines = [
         API_HEAD.format(ray=results.ray, counts=f"Of {len(judged)}: {counts}"),
         "| name | | what to do, what there is more, or is refused |\n|---|---|---|",
@@ -122,6 +125,10 @@ def _api(results: Results) -> str:
         "",
         "| parameter or attribute | | what to do, or what there is more |\n|---|---|---|",
         *map(_line, rest),
+        "",
+        "| module that is imported by itself, name of an older version | what to do |\n|---|---|",
+        *(f"| `serve.{name}` | {NAMES[name]} |" for name in sorted(NAMES) if name not in known),
+        *(f"| `{name}` | {OLDER[name]} |" for name in sorted(OLDER)),
         f"\nThe same: {same}.\n",
     ]
     return "\n".join(lines)

@@ -20,6 +20,7 @@ import ingress as serve
 from ingress import config, context, handle, schema
 from ingress._unsupported import MEMBERS, NAMES, PARAMETERS
 from ingress.config import DeploymentConfig, HTTPOptions
+from ingress.migrate.advice import OLDER
 from tests.engines.audit import PRIVATE_OF_RAY, audit, undecided
 from tests.engines.audit import main as print_audit
 from tests.engines.page import PAGE, page
@@ -149,6 +150,7 @@ def use(kind: str, name: str) -> None:
     owner, _, last = name.rpartition(".")
     modules: dict[str, Any] = {"serve": serve, "exceptions": serve.exceptions, "config": config}
     modules |= {"context": context, "handle": handle, "schema": schema}
+    modules["autoscaling_policy"] = serve.autoscaling_policy
     if owner in modules:
         getattr(modules[owner], last)
     elif owner == "config.HTTPOptions":
@@ -222,6 +224,13 @@ def test_every_note_is_about_a_name_of_ray_serve() -> None:
     assert parameters <= known
     assert names <= known | {f"serve.{name}" for name in MODULES}
     assert members == set()
+
+
+def test_the_page_has_every_name_with_a_note() -> None:
+    text = PAGE.read_text()
+    noted = {*NAMES, *OLDER, *(name for names in MEMBERS.values() for name in names)}
+
+    assert sorted(name for name in noted if not re.search(rf"[.`]{name}\b", text)) == []
 
 
 MODULES = {
