@@ -159,4 +159,13 @@ def get_replica_context() -> ReplicaContext:
     raise RayServeException(message)
 
 
+def _get_internal_replica_context() -> ReplicaContext | None:
+    """Return the replica the caller runs in, `None` outside of one.
+
+    The example of Ray's guide on request routers imports it.
+    """
+    replica = REPLICA.get(None)
+    return None if replica is None else replica.public
+
+
 __getattr__ = teller(__name__)

@@ -37,6 +37,7 @@ __all__ = [
     "PowerOfTwoChoicesRequestRouter",
     "PrefixCacheAffinityRouter",
     "ReplicaID",
+    "ReplicaResult",
     "RequestRouter",
     "RoundRobinRouter",
     "RunningReplica",
@@ -45,6 +46,8 @@ __all__ = [
 
 logger = logging.getLogger("ingress")
 
+ReplicaResult = Any
+"""The result of a call, which Ray's `on_request_routed` gets; here it is `None`."""
 Ranks = Sequence[Sequence["RunningReplica"]]
 
 
@@ -205,7 +208,7 @@ class RequestRouter:
         raise NotImplementedError(f"{type(self).__name__} must define choose_replicas")
 
     def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
         """Take note that a request has a slot of a replica. `result` is `None` here."""
 

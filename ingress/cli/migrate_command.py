@@ -55,6 +55,8 @@ def migrate(
     never imported.
     """
     for each in paths:
+        if not each:  # a variable of a shell that is not set
+            raise refusal("'' is no file or folder; name one, such as `.` for this folder", 2)
         if not Path(each).exists():
             raise refusal(f"there is no file or folder {each!r}; check the spelling", code=2)
         if not (Path(each).is_file() or Path(each).is_dir()):

@@ -135,6 +135,11 @@ def _told(error: BaseException, target: str) -> typer.Exit:
     if isinstance(error, ConfigFileError | NotAnApplication):
         return refusals(error)
     assert isinstance(error, Exception)
+    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == "ray":
+        return refusal(
+            f"{place_of(error)}: {error}. For a program of Ray Serve, `ingress migrate FILE` "
+            "shows the changes that it needs, and makes them with --write"
+        )
     if NEEDS_MULTIPART in str(error):
         return refusal(
             f"{place_of(error)}: forms and uploads need python-multipart; install it: python "

@@ -89,16 +89,18 @@ class _Rewriter:
         self.prefix = self._free_name()
         self.uses_serve = self.bindings.has_serve
         for node, scope in self.bindings.nodes:
-            is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
-            found = self._full(node, scope) if is_set else None
-            if found is not None and found[2] == ["ray", "serve"]:
-                found[0].mixed.add(found[1])  # `ray.serve = fake`
+            if isinstance(node, ast.Attribute):
+                self._look_for_serve(node, scope)
+        starts = self._starts_of_ray() if self.uses_serve else {}
+        later = {part for each in starts for part in ast.walk(each)}
         for node, scope in self.bindings.nodes:
-            self._look(node, scope)
+            if node not in later:
+                self._look(node, scope)
         for home in dict.fromkeys(scope for _, scope in self.bindings.nodes):
             for name, full in home.names.items():
                 if full == "ray" and (home, name) not in self.kept and name not in home.mixed:
                     self._look_behind(home, name)
+        self._remove_starts(starts)
         for node, scope in self.bindings.nodes:
             match node:
                 case ast.Import():
@@ -126,6 +128,56 @@ class _Rewriter:
                 for key, value in zip(node.keys, node.values, strict=True):
                     if isinstance(key, ast.Constant) and key.value == "runtime_env":
                         self._tell_all(advice.in_runtime_env(value))
+
+    def _look_for_serve(self, node: ast.Attribute, scope: Scope) -> None:
+        found = self._full(node, scope)
+        if found is not None and found[2][:2] == ["ray", "serve"]:
+            self.uses_serve = True
+            if len(found[2]) == 2 and not isinstance(node.ctx, ast.Load):
+                found[0].mixed.add(found[1])  # `ray.serve = fake`
+
+    def _starts_of_ray(self) -> dict[ast.stmt, tuple[Scope, str]]:
+        """Return `ray.init()` and similar statements of the file's top, or of its `__main__`.
+
+        Elsewhere they may belong to a fixture, or to a branch that uses Ray. The values are the
+        bindings of Ray.
+        """
+        scope = self.bindings.nodes[0][1]  # that of the module
+        top = self.bindings.tree.body
+        main = [each for each in top if isinstance(each, ast.If) and _is_main(each.test)]
+        inside = [each for block in main for each in block.body]
+        found = {each: self._starts(each, scope) for each in (*top, *inside)}
+        return {each: binding for each, binding in found.items() if binding is not None}
+
+    def _starts(self, node: ast.stmt, scope: Scope) -> tuple[Scope, str] | None:
+        """Return the binding of Ray that a statement starts or ends, `None` for another one."""
+        body: list[ast.stmt] = []
+        calls = [["ray", "is_initialized"]]
+        match node:
+            case ast.Expr(ast.Call(func, args, keywords)) if _says_nothing_here(args, keywords):
+                calls = [["ray", "init"], ["ray", "shutdown"]]
+            case ast.If(
+                ast.UnaryOp(ast.Not(), ast.Call(func, [], [])) | ast.Call(func, [], []), body, []
+            ):
+                pass
+            case _:
+                return None
+        found = self._full(func, scope)
+        if found is None or found[1] in found[0].mixed or found[2] not in calls:
+            return None
+        return found[:2] if all(self._starts(each, scope) == found[:2] for each in body) else None
+
+    def _remove_starts(self, starts: dict[ast.stmt, tuple[Scope, str]]) -> None:
+        """Remove the statements, unless other code uses Ray: then they are findings."""
+        left: set[ast.AST] = set()
+        for each, binding in starts.items():
+            if binding in self.kept:
+                left.update(ast.walk(each))
+            else:
+                self._remove(each)
+        for node, scope in self.bindings.nodes:
+            if node in left:
+                self._look(node, scope)
 
     def _look_around(self, node: ast.Name | ast.Attribute, scope: Scope) -> None:
         """Keep an import that a class body uses until it binds the name itself: `ray = ray`."""
@@ -181,7 +233,6 @@ class _Rewriter:
         assert parts is not None
         bound = home.names[name].split(".")
         if path[:2] == ["ray", "serve"]:
-            self.uses_serve = True
             lacks = advice.lack(path[2:])
             if lacks and not (len(bound) > 2 and advice.lack(bound[2:])):  # else at its import
                 self._tell(node, ".".join(path), lacks)
@@ -418,6 +469,17 @@ def _others(scope: Scope, home: Scope) -> Iterator[tuple[Scope, str]]:
     """Yield the imports of Ray from a scope to `home`, which would hide that of `home`."""
     for each in takewhile(lambda each: each is not home, (scope, *scope.above())):
         yield from ((each, name) for name, full in each.names.items() if full == "ray")
+
+
+def _says_nothing_here(args: list[ast.expr], keywords: list[ast.keyword]) -> bool:
+    """Return whether the arguments of `ray.init` are about a cluster only, and run no code."""
+    is_for_all = all(each.arg not in (None, "runtime_env") for each in keywords)
+    parts = [part for each in (*args, *keywords) for part in ast.walk(each)]
+    return is_for_all and not any(isinstance(each, ast.Call | ast.NamedExpr) for each in parts)
+
+
+def _is_main(test: ast.expr) -> bool:
+    return ast.unparse(test) == "__name__ == '__main__'"
 
 
 def _called(node: ast.expr) -> ast.expr:

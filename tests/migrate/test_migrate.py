@@ -66,6 +66,30 @@ REWRITTEN = {
     ),
     "dotted": ("import ray\nray.serve.run(1)", "import ingress\ningress.run(1)"),
     "dotted-as": ("import ray as r\nr.serve.run(1)", "import ingress\ningress.run(1)"),
+    "starts-ray": (
+        "import ray\nfrom ray import serve\n\nray.init(address='auto')\nserve.run(1)",
+        "import ingress as serve\n\nserve.run(1)",
+    ),
+    "starts-ray-once": (
+        "import ray as r\nif not r.is_initialized():\n    r.init()\nr.serve.run(1)\nr.shutdown()",
+        "import ingress\ningress.run(1)\n",
+    ),
+    "starts-ray-in-main": (
+        "import ray\nfrom ray import serve\nif __name__ == '__main__':\n    ray.init()",
+        "import ingress as serve\nif __name__ == '__main__':\n    pass",
+    ),
+    "starts-ray-in-a-line": (
+        "import ray.serve\nray.init(); ray.serve.run(1)",
+        "import ingress\npass; ingress.run(1)",
+    ),
+    "guide-of-routers": (
+        "from ray.serve.request_router import ReplicaResult, RunningReplica",
+        "from ingress.request_router import ReplicaResult, RunningReplica",
+    ),
+    "guide-of-routers-app": (
+        "from ray.serve.context import _get_internal_replica_context",
+        "from ingress.context import _get_internal_replica_context",
+    ),
     "own-ingress": (
         "import ray.serve\nfrom ray.serve import ingress\nray.serve.run(ingress)",
         "import ingress as serve\nfrom ingress import ingress\nserve.run(ingress)",
@@ -95,6 +119,22 @@ LEFT = {
     "wait": ("from ray import wait\nwait([])", 2, "ray.wait", "asyncio.wait"),
     "init": ("import ray\nray.init()", 2, "ray.init", "remove it"),
     "shutdown": ("import ray\nray.shutdown()", 2, "ray.shutdown", "serve.shutdown()"),
+    "init-with-variables": (
+        "import ray.serve\nray.init(runtime_env={'env_vars': {}})\nray.serve.run(1)",
+        *(2, "ray.init", "starts everything in this process; and `import ray`"),
+    ),
+    "init-of-a-call": (
+        "import ray.serve\nray.init(address=find())\nray.serve.run(1)",
+        *(2, "ray.init", "remove it"),
+    ),
+    "init-in-a-fixture": (
+        "import ray.serve\ndef cluster():\n  yield ray.init()\nray.serve.run(1)",
+        *(3, "ray.init", "remove it"),
+    ),
+    "run-host": (
+        "from ray import serve\nserve.run(1, host='0.0.0.0')",
+        *(2, "host", "call serve.start(http_options={'host': ..., 'port': ...}) before it"),
+    ),
     "function": ("import ray\n@ray.remote\ndef f(): ...", 2, "ray.remote", 'isolation="process"'),
     "actor": ("import ray\n@ray.remote(num_cpus=1)\nclass A: ...", 2, "ray.remote", "deployment"),
     "reference": ("import ray\nx: ray.ObjectRef", 2, "ray.ObjectRef", "DeploymentResponse"),
@@ -258,6 +298,7 @@ def test_a_name_that_is_used_in_any_other_way_keeps_its_import(tmp_path: Path, c
 
 
 OTHERS = {
+    "no GPU": "from ray import serve\nserve.deployment(ray_actor_options={'num_gpus': 0})",
     "globals": "import ray, ray.serve\nglobals()['log'](1)",
     "modules": "import sys, ray, ray.serve\n'numpy' in sys.modules and sys.modules['numpy']",
     "logger": "import ray, ray.serve, logging\nlogging.getLogger('ray.serve')",
@@ -445,7 +486,15 @@ def test_json_is_one_object(tmp_path: Path) -> None:
     assert (finding["path"], finding["line"], finding["name"]) == ("main.py", 3, "ray.get")
 
 
-@pytest.mark.parametrize("arguments", [["no/such.py"], ["."], []])
+def test_ray_is_started_while_other_code_uses_it() -> None:
+    source = "import ray.serve\nray.init()\nray.serve.run(ray.get(1))\n"
+    new = rewritten(source)
+
+    assert new.text == "import ingress\nimport ray\nray.init()\ningress.run(ray.get(1))\n"
+    assert [each.name for each in new.findings] == ["ray.init", "ray.get"]
+
+
+@pytest.mark.parametrize("arguments", [["no/such.py"], ["."], [""], []])
 def test_a_wrong_argument_is_told_and_exits_with_2(tmp_path: Path, arguments: list[str]) -> None:
     assert invoke(tmp_path, "migrate", *arguments).exit_code == 2
 
@@ -458,6 +507,14 @@ def test_the_names_of_a_public_path_are_counterparts(module: str) -> None:
     assert [
         n for n in PATHS[module] if n not in others and advice.target([name], n) != module
     ] == []
+
+
+def test_the_command_line_names_this_command_for_a_program_of_ray_serve(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("import os\nfrom ray.serve import batch\n")
+    result = invoke(tmp_path, "run", "shop:app")
+
+    assert result.exit_code == 1
+    assert re.search(r"shop\.py:2: No module named 'ray'.*`ingress migrate FILE`", result.output)
 
 
 def test_a_migrated_file_serves(tmp_path: Path) -> None:

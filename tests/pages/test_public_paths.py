@@ -51,7 +51,7 @@ PATHS = {
     "ingress.request_router": [
         *("ConsistentHashRouter", "FIFOMixin", "LocalityMixin", "MultiplexMixin"),
         *("PendingRequest", "PowerOfTwoChoicesRequestRouter", "PrefixCacheAffinityRouter"),
-        *("ReplicaID", "RequestRouter", "RoundRobinRouter", "RunningReplica"),
+        *("ReplicaID", "ReplicaResult", "RequestRouter", "RoundRobinRouter", "RunningReplica"),
         "SyncRequestRouter",
     ],
     "ingress.schema": [

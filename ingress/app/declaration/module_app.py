@@ -84,6 +84,8 @@ def load(
             "its routes as they are: "
             f"name = serve.deployment(name='Name')(serve.ingress({attribute})()).bind()"
         )
+    if type(found).__module__.partition(".")[0] == "ray":
+        hint = "it is one of Ray Serve; `ingress migrate FILE --write` rewrites its imports"
     kind = _article(type(found).__name__)
     raise NotAnApplication(f"{target!r} is {kind}, not a bound application; {hint}")
 
