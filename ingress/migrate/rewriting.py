@@ -163,7 +163,10 @@ class _Rewriter:
             case _:
                 return None
         found = self._full(func, scope)
-        if found is None or found[1] in found[0].mixed or found[2] not in calls:
+        if found is None or found[2] not in calls:
+            return None
+        home, name, _ = found
+        if home.names[name] != "ray" or name in home.mixed:
             return None
         return found[:2] if all(self._starts(each, scope) == found[:2] for each in body) else None
 

@@ -127,6 +127,10 @@ LEFT = {
         "import ray.serve\nray.init(address=find())\nray.serve.run(1)",
         *(2, "ray.init", "remove it"),
     ),
+    "init-by-itself": (
+        "from ray import init, serve\ninit()",
+        *(2, "ray.init", "remove it"),
+    ),
     "init-in-a-fixture": (
         "import ray.serve\ndef cluster():\n  yield ray.init()\nray.serve.run(1)",
         *(3, "ray.init", "remove it"),
