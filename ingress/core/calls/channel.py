@@ -34,6 +34,7 @@ RESPONSE_BYTES = 256 * 1024
 YIELD_EVERY = 16  # calls: a side that never has to wait must not keep its loop
 
 T = TypeVar("T")
+WakeBy = Callable[[Callable[[], object]], object]
 
 
 class EndOfStream(Exception):
@@ -109,9 +110,12 @@ class Channel(Generic[T]):
                     raise
                 wakeup = None
 
-    def put_nowait(self, item: T, size: int = 0) -> bool:
-        """Add an item, if there is room. Returns False if there is none."""
-        return self._try_put(item, size, None)
+    def put_nowait(self, item: T, size: int = 0, wake_by: WakeBy | None = None) -> bool:
+        """Add an item, if there is room. Returns False if there is none.
+
+        `wake_by(wake)` is given the wake-up of a consumer that waits, to call it a little later.
+        """
+        return self._try_put(item, size, None, wake_by)
 
     def put_blocking(self, item: T, size: int = 0) -> bool:
         """Add an item from a thread without a loop, as `put`. Returns whether it had to wait."""
@@ -142,7 +146,13 @@ class Channel(Generic[T]):
             wake_closer()
         return not is_closed
 
-    def _try_put(self, item: T, size: int, wake: Callable[[], object] | None) -> bool:
+    def _try_put(
+        self,
+        item: T,
+        size: int,
+        wake: Callable[[], object] | None,
+        wake_by: WakeBy | None = None,
+    ) -> bool:
         with self._lock:
             if self._closed:
                 raise StreamClosedError("the consumer has closed this stream")
@@ -157,7 +167,10 @@ class Channel(Generic[T]):
             self._bytes += size
             wake_consumers, self._wake_consumers = self._wake_consumers, ()
         for wake_consumer in wake_consumers:
-            wake_consumer()
+            if wake_by is None:
+                wake_consumer()
+            else:
+                wake_by(wake_consumer)
         return True
 
     def _forget(self, wake: Callable[[], object]) -> None:
@@ -199,11 +212,26 @@ class Channel(Generic[T]):
                     raise
 
     def get_nowait(self, wake: Callable[[], object]) -> list[T]:
-        """Take all items, as `get_many`. If there are none, `wake()` is called for the next.
+        """Take all items, if any; they count as waiting no more. `wake()` is called for the next.
 
-        It is called once, in the producer's thread, or in that of `finish`.
+        It is called once, in the producer's thread, or in that of `finish`; here, if items were
+        taken after the end. Without items, the end is raised as by `get`.
         """
-        return self._try_get(0, wake)
+        with self._lock:
+            items = [item for item, _ in self._items]
+            self._items.clear()
+            self._bytes = self._taken = self._taken_bytes = 0
+            is_over = self._finished
+            if not is_over and wake not in self._wake_consumers:
+                self._wake_consumers += (wake,)
+            wake_producers, self._wake_producers = self._wake_producers, ()
+        for wake_producer in wake_producers:
+            wake_producer()
+        if is_over:
+            if not items:
+                return self._try_get(0, None)
+            wake()
+        return items
 
     def get_blocking(self, timeout_s: float | None = None) -> T:
         """Take the next item from a thread without a loop, as `get`, or raise `TimeoutError`."""

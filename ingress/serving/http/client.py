@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from starlette.types import Message, Receive
 
-from ingress.core.calls.channel import EndOfStream
+from ingress.core.calls.channel import EndOfStream, WakeBy
 from ingress.serving.http.asgi_messages import channel_for, size_of
 from ingress.serving.http.uvicorn_connection import Shortcut, has_left, shorten
 
@@ -21,6 +21,7 @@ class Client:
 
     `passes_on` says whether user code wants the messages: after the whole body, only the disconnect
     is of interest. `on_gone()` is called when the client has left.
+    `wake_by` is `put_nowait`'s, for user code on another loop that waits for a message.
     `stop_code` is that of the `end` of its messages by the application; else `None`.
     """
 
@@ -35,6 +36,7 @@ class Client:
         "_receive",
         "_shortcut",
         "_task",
+        "_wake_by",
         "stop_code",
     )
 
@@ -45,11 +47,13 @@ class Client:
         is_http: bool,
         passes_on: bool,
         on_gone: Callable[[], None],
+        wake_by: WakeBy | None,
     ) -> None:
         self._receive = receive
         self._is_http = is_http
         self._passes_on = passes_on
         self._on_gone = on_gone
+        self._wake_by = wake_by
         self._inbound = channel_for(is_http=is_http)
         self._task: asyncio.Task[None] | None = None
         self._shortcut: Shortcut | None = None
@@ -90,12 +94,14 @@ class Client:
 
     def _pass_on(self, message: Message) -> bool:
         """Pass a message on. Returns False if user code has not taken those before it."""
-        return not self._is_blocked and self._inbound.put_nowait(message, size_of(message))
+        return not self._is_blocked and self._inbound.put_nowait(
+            message, size_of(message), self._wake_by
+        )
 
     async def take(self) -> Message:
         """Return the next message; after the last, always the disconnect."""
         try:
-            return await self._inbound.get()
+            return (await self._inbound.get_many(1))[0]  # as `get`, whose frame would cost
         except EndOfStream:
             if self._is_http:
                 if self.stop_code is None:

@@ -12,6 +12,7 @@
     is_answer_complete  the whole response has been given to the server
     send_chunks         several chunks of a body by one write; in ASGI a message is a chunk
     shorten             have a WebSocket's messages passed on as they arrive, without a task
+    may_send            whether the connection of a WebSocket takes messages at once
     send_messages       send messages of a WebSocket by one write, without a task
 
 None of it is part of ASGI: uvicorn's `receive` is a method of the object that holds the transport.
@@ -236,20 +237,22 @@ def websocket_of(send: Send) -> Any:
     return protocol if is_known else None
 
 
+def may_send(protocol: Any) -> bool:
+    """Return whether `send_messages` may be called now: the connection has no unsent data."""
+    return bool(
+        protocol.writable.is_set()
+        and protocol.handshake_complete
+        and not protocol.disconnected
+        and not protocol.close_sent
+        and protocol.initial_response is None
+    )
+
+
 def send_messages(protocol: Any, messages: list[Message]) -> list[Message]:
     """Send messages as uvicorn's `send` does. Returns those that only `send` can send.
 
-    These are all of them while the connection has unsent data, and from the first that is not
-    data, or that `send` raises for.
+    These are all from the first that is not data, or that `send` raises for.
     """
-    if (
-        not protocol.writable.is_set()
-        or not protocol.handshake_complete
-        or protocol.disconnected
-        or protocol.close_sent
-        or protocol.initial_response is not None
-    ):
-        return messages
     connection = protocol.conn
     count = 0
     try:

@@ -18,7 +18,7 @@ import anyio
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
-from ingress.core.calls.channel import YIELD_EVERY, Channel, EndOfStream
+from ingress.core.calls.channel import Channel, EndOfStream
 from ingress.exceptions import is_cancellation
 from ingress.serving.http.access import DENIED, SWITCHED
 from ingress.serving.http.asgi_driver import work_ended
@@ -39,7 +39,12 @@ from ingress.serving.http.reply_state import (
     WEBSOCKET,
     Action,
 )
-from ingress.serving.http.uvicorn_connection import send_messages, transport_of, websocket_of
+from ingress.serving.http.uvicorn_connection import (
+    may_send,
+    send_messages,
+    transport_of,
+    websocket_of,
+)
 
 # For a handler whose client is gone, to notice and to clean up.
 HEARING_S = 0.25
@@ -148,7 +153,7 @@ class WebSocketReply(Reply):
             self.on(GO)  # its handler notices when it sends or receives
 
     def _news_of_user_code(self) -> None:
-        self.post(self._send_what_came)
+        self.mailbox.post(self._send_what_came)
 
     def _send_what_came(self) -> None:
         # Posted, and meanwhile the server's task may have begun to send what came before.
@@ -162,18 +167,15 @@ class WebSocketReply(Reply):
         If not, this is done again when there are more.
         """
         assert self._outbound is not None
-        for _ in range(YIELD_EVERY):
-            try:
-                messages = self._outbound.get_nowait(self._news_of_user_code)
-            except Exception:  # the end, which the task will get too
-                return True
-            if not messages:
-                return False
+        if not may_send(self._websocket):  # until the client reads, they stay in their channel
+            return True
+        try:
+            messages = self._outbound.get_nowait(self._news_of_user_code)
+        except Exception:  # the end, which the task will get too
+            return True
+        if messages:
             self._unsent = send_messages(self._websocket, messages)
-            if self._unsent:
-                return True
-        self.mailbox.post(self._send_what_came)
-        return False
+        return bool(self._unsent)
 
     def watch(self, now: float) -> None:
         super().watch(now)

@@ -574,6 +574,42 @@ async def test_an_empty_channel_keeps_nothing_of_consumers_that_gave_up(takes: s
 
 
 @on_the_loop
+async def test_items_that_are_taken_without_waiting_make_room_and_the_next_one_wakes() -> None:
+    channel: Channel[Any] = Channel(2)
+    for number in range(2):
+        await channel.put(number)
+    waiting = asyncio.ensure_future(channel.put(2))
+    await turns()
+    woken: list[int] = []
+
+    assert channel.get_nowait(lambda: woken.append(1)) == [0, 1]
+    assert woken == []
+    await waiting
+    assert woken == [1]
+
+    channel.finish()
+    assert channel.get_nowait(lambda: woken.append(2)) == [2]
+    assert woken == [1, 2]  # for the end, which has come before
+    with pytest.raises(EndOfStream):
+        channel.get_nowait(wakes_nothing)
+
+
+@on_the_loop
+async def test_a_producer_may_have_the_consumer_woken_later() -> None:
+    channel: Channel[Any] = Channel()
+    waiting = asyncio.ensure_future(channel.get())
+    await turns()
+    later: list[Callable[[], object]] = []
+
+    assert channel.put_nowait(1, wake_by=later.append)
+    await turns()
+    assert not waiting.done()
+
+    later.pop()()
+    assert await waiting == 1
+
+
+@on_the_loop
 async def test_a_full_channel_keeps_nothing_of_producers_that_were_cancelled() -> None:
     channel: Channel[Any] = Channel(1)
     await channel.put(0)
