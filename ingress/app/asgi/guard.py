@@ -24,7 +24,6 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.app.asgi.compat import is_late_error
-from ingress.core.calls.compat import OnceScope
 from ingress.core.execution.execution import contained, raise_instead
 from ingress.exceptions import RayServeException, StreamClosedError
 
@@ -115,6 +114,8 @@ class GuardInTask(Guard):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
+        from ingress.core.calls.compat import OnceScope  # imports AnyIO's backend
+
         with OnceScope() as once:
 
             async def send_if_wanted(message: Message) -> None:

@@ -55,7 +55,6 @@ from starlette.types import Message, Receive, Scope, Send
 from ingress.app.asgi.compat import MIDDLEWARE_RESPONSE, waiting_for_threads
 from ingress.core.base.foreign import stored
 from ingress.core.calls.call import CURRENT_CALL
-from ingress.core.calls.compat import group_of_middleware
 from ingress.core.execution.execution import ThreadPool, call_inline
 from ingress.core.execution.other_loop import OTHER_LOOP, is_noted
 from ingress.exceptions import RayServeException, is_disconnect
@@ -174,6 +173,8 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
                 task.uncancel()
         # From now on a cancellation of the call comes too late: see `Replica._cancel`.
         call.work.note_answer()
+        from ingress.core.calls.compat import group_of_middleware  # imports AnyIO's backend
+
         group = group_of_middleware(task)
         if group is not None:
             group.cancel()  # the app below a middleware that sends this response

@@ -24,7 +24,7 @@ from contextlib import aclosing
 from contextvars import Context
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ingress.app.batching.chooser import Choosers, SizeChooser
 from ingress.context import REPLICA, ReplicaRuntime
@@ -36,10 +36,12 @@ from ingress.core.calls.loops import BorrowedLoop, mailbox_of
 from ingress.core.calls.tracing import TRACING, note_failure, trace_batch
 from ingress.core.execution import execution
 from ingress.core.execution.execution import Kind, Role
-from ingress.core.execution.threads import WorkerPool
 from ingress.core.execution.unreadable import readable
 from ingress.exceptions import RayServeException, StreamClosedError, UserCodeExit, needs_no_record
 from ingress.telemetry.logs import logger
+
+if TYPE_CHECKING:
+    from ingress.core.execution.threads import WorkerPool
 
 
 @dataclass(eq=False, slots=True)
@@ -224,6 +226,8 @@ class BatchQueue:
         if replica is not None and replica.make_plan is not None and replica.loop is loop:
             self._plan = replica.make_plan(handler.func, Role.BATCH)
         else:  # outside of a replica, or on a loop that user code has made
+            from ingress.core.execution.threads import WorkerPool  # imports AnyIO's backend
+
             home = BorrowedLoop(f"{handler.name}-batch", loop)
             pool = self._own_pool = WorkerPool(home, handler.max_concurrent_batches)
             self._plan = execution.plan(

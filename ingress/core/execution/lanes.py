@@ -33,7 +33,8 @@ from ingress.core.execution.execution import (
     no_such_lane,
     override_of,
 )
-from ingress.core.execution.threads import RESERVED_THREADS
+
+RESERVED_THREADS = 4  # for check_health, reconfigure and the closing of generators
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -49,7 +49,6 @@ T = TypeVar("T")
 IDLE_S = 10.0  # as anyio's workers
 _SIZED = (str, bytes, bytearray, memoryview)
 ANYIO_RESERVE = 8  # threads of AnyIO, beyond one for each request
-RESERVED_THREADS = 4  # for check_health, reconfigure and the closing of generators
 
 
 class WorkerThreads:

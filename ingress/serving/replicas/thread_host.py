@@ -21,8 +21,8 @@ from ingress.core.base.counters import copied
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import BorrowedLoop, EventLoopThread, run_on
 from ingress.core.execution.lane_pools import ReplicaPools
-from ingress.core.execution.lanes import lanes_of
-from ingress.core.execution.threads import ANYIO_RESERVE, RESERVED_THREADS, LoopExecutor
+from ingress.core.execution.lanes import RESERVED_THREADS, lanes_of
+from ingress.core.execution.threads import ANYIO_RESERVE, LoopExecutor
 from ingress.serving.replicas.host import HostCounts, OwnPart
 from ingress.serving.replicas.models import Models
 from ingress.serving.replicas.replica import Replica

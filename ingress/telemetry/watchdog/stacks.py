@@ -28,7 +28,6 @@ from ingress.core.base import gil
 from ingress.core.base.libraries import is_library
 from ingress.core.calls.loops import Mailbox
 from ingress.core.execution.execution import ExecutionPlan
-from ingress.core.execution.threads import ThreadWork, WorkerThreads
 
 T = TypeVar("T")
 
@@ -38,7 +37,6 @@ _PLANS = frozenset(
     getattr(ExecutionPlan, name).__code__ for name in ("run", "run_part", "iterate", "items")
 )
 _DISPATCH = frozenset((Mailbox._drain.__code__, Handle._run.__code__))
-_IDLE_WORKER = WorkerThreads._main.__code__
 _IMPORT = "<frozen importlib._bootstrap>", "_find_and_load"
 _LOOPS = frozenset(("asyncio.base_events", "asyncio.events", "asyncio.runners"))
 # An asyncio loop waits in one of these modules; a uvloop loop waits in no Python frame.
@@ -198,7 +196,9 @@ def is_idle(frame: FrameType | None, waits_in: CodeType | None) -> bool:
 
 def is_idle_worker(frame: FrameType) -> bool:
     """Return whether a worker thread of ingress has nothing to do."""
-    return frame.f_code is _IDLE_WORKER
+    from ingress.core.execution.threads import WorkerThreads  # imports AnyIO's backend
+
+    return frame.f_code is WorkerThreads._main.__code__
 
 
 def base_of_loop() -> CodeType | None:
@@ -233,6 +233,8 @@ def value_in(context: Context | None, variable: ContextVar[T]) -> T | None:
 
 def worker_context(frame: FrameType | None) -> Context | None:
     """Return a copy of the context of the call that a worker thread of ingress runs."""
+    from ingress.core.execution.threads import ThreadWork  # imports AnyIO's backend
+
     while frame is not None:
         if frame.f_code is ThreadWork.__call__.__code__:
             return _copy(frame.f_locals["self"].context)
