@@ -8,6 +8,7 @@ worth more than what is measured here.
 
     def, async def      10 ms and 1.3 ms of Python for each request, 8 connections
     no-op, depends      what a server does beside user code
+    HTTP threads        a no-op with `--http-threads 2` against 1, both without the GIL
     against processes   one replica in threads, without the GIL, against two processes with it
     model               NumPy on a shared array of 200 MB: rate, and memory of the server
     against the older   the processor time of a no-op, both with the GIL
@@ -74,14 +75,14 @@ ROWS_OF_PYTHON = (
 )
 
 
-def server(name: str, python: str, replicas: int, place: str) -> Server:
+def server(name: str, python: str, replicas: int, place: str, *options: str) -> Server:
     env = {
         REPLICAS: str(replicas),
         PLACE: place,
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "OMP_NUM_THREADS": "1",
     }
-    options = ("--no-access-log",)
+    options = ("--no-access-log", *options)
     return ingress_run(name, "free_threading:app", options, READY, env, python=python)
 
 
@@ -170,6 +171,13 @@ def against_peers(pythons: Pythons, options: Namespace) -> command.Results:
 def measure(pythons: Pythons, options: Namespace) -> command.Results:
     for row in ROWS_OF_PYTHON:
         yield measured(row, pythons.with_gil, pythons.free, options)
+    for connections in (32, 256):
+        row = Row("no-op, 2 HTTP threads", READY, connections, replicas=2)
+        with (
+            server("2 threads", pythons.free, 2, "thread", "--http-threads", "2") as ours,
+            server("1 thread", pythons.free, 2, "thread") as theirs,
+        ):
+            yield compared(row, ours, theirs, "1 HTTP thread", options)
     yield from against_peers(pythons, options)
     if pythons.older:
         row = Row(f"no-op, Python {version(pythons.with_gil)}", READY, 32)

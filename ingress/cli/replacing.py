@@ -180,7 +180,7 @@ def handover_of_one_process() -> Handover:
         server = engine.http.server
         if server is None:
             raise CommandError("it does not listen yet")
-        return [server.hand_over()]
+        return server.hand_over()
 
     return Handover(sockets, engine.retire)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import ssl
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from ingress.cli.target import read_file, refusal, refusing, reporting_mistakes
 from ingress.cli.terminal import LOGGING, print_plan
 from ingress.cli.worker import Served
 from ingress.config import LoggingConfig
+from ingress.core.base import gil
 from ingress.core.base.settings import (
     ENGINES,
     FIRST_FD,
@@ -135,6 +137,7 @@ def _check_engine(engine: str, options: RunOptions, server: ServerOptions) -> No
     for is_given, names, instead in (
         (options.has_new_processes, "--reload and --workers are", processes),
         (options.watch, "--watch is", "run the command again when the file changes"),
+        (options.http_threads > 1, "--http-threads is", "Ray's proxies are processes"),
         (has_admin, "--admin and --admin-token are", metrics),
         (options.metrics_routes, "--metrics-routes is", "leave it out: the metrics are Ray's"),
         (server.drain_delay_s, "--drain-delay is", "leave it out: the proxies are Ray's"),
@@ -208,6 +211,21 @@ def _check_workers(options: RunOptions) -> None:
         raise refusal("--reload serves in one process; leave out --workers, or --reload")
     if options.timeout_worker_healthcheck is not None and options.workers == 1:
         raise refusal("--timeout-worker-healthcheck is for --workers; leave it out")
+    if options.http_threads > 1:
+        _check_http_threads(options)
+
+
+def _check_http_threads(options: RunOptions) -> None:
+    instead = f"leave --http-threads out, or serve with --workers {options.http_threads}"
+    if gil.is_on():
+        python = gil.told() or "This Python has the GIL"
+        raise refusal(f"{python}. Its threads would read HTTP one at a time: {instead}")
+    if options.has_new_processes:
+        raise refusal(f"--http-threads is for a server that is one process: {instead}")
+    if options.uds is not None or options.fd is not None or listen_fds():
+        raise refusal("--http-threads needs a socket for each thread: give --host and --port")
+    if sys.platform != "linux":
+        raise refusal(f"only Linux distributes connections among sockets of one port: {instead}")
 
 
 def _configured_logs(options: RunOptions, file: ConfigFile | None) -> ProcessLogs:
@@ -258,6 +276,7 @@ def _server_options(options: RunOptions, file: ConfigFile | None, folder: Path) 
         drain_delay_s=options.drain_delay,
         serves_http=True,
         has_own_server=not options.has_new_processes,
+        http_threads=options.http_threads,
         admin=admin,
     )
 

@@ -315,6 +315,16 @@ class RunOptions:
             show_default=True,
         ),
     ] = 1
+    http_threads: Annotated[
+        int,
+        _option(
+            _PROCESSES,
+            min=1,
+            metavar="N",
+            help="Threads that read and write HTTP, on Python without the GIL.",
+            show_default=True,
+        ),
+    ] = 1
     timeout_worker_healthcheck: Annotated[
         int | None,
         _option(

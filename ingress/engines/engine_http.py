@@ -71,6 +71,7 @@ class EngineHTTP:
             command_line.address(options, threads.settings),
             command_line.uvicorn_arguments(options, self.proxy.limits.http),
             waits=command_line.replaces,
+            threads=command_line.http_threads,
         )
         self.server = server
         if not command_line.replaces:

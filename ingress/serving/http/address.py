@@ -48,9 +48,9 @@ class Address:
             raise self._refusal(error) from error
         return bound
 
-    def listen(self) -> socket.socket:
+    def listen(self, bound: socket.socket | None = None) -> socket.socket:
         """Return a socket that listens, so that a second server is refused. Raises as `bind`."""
-        listening = self.bind()
+        listening = bound or self.bind()
         try:
             listening.listen(BACKLOG)
         except OSError as error:

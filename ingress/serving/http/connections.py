@@ -65,12 +65,19 @@ class Connections:
 
     def __init__(self, limits: HTTPLimits) -> None:
         self.limits = limits
+        self.opened: list[set[Any]] = []  # of the servers on one address; else its own
         self._awaited: dict[Guarded, float] = {}  # by deadline, because all have the same timeout
         self._is_looking = False
         self._quiet_until = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Connections, (self.limits,)
+
+    def beside(self) -> Connections:
+        """Return those of another loop of the same server, with which it shares its limit."""
+        other = Connections(self.limits)
+        other.opened = self.opened
+        return other
 
     def __call__(self, **given: Any) -> asyncio.Protocol:
         """Make the protocol of one connection; called by uvicorn."""
@@ -149,7 +156,9 @@ class Guarded(_Uvicorns):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         limit = self._others.limits.limit_connections
-        if limit is None or len(self.connections) <= limit:
+        # Race of two loops with the last place: each counts after it has added its own, so both
+        # may refuse, and never both take it.
+        if limit is None or sum(map(len, self._others.opened or [self.connections])) <= limit:
             self._others.expect(self)
             return
         self._others.report_full(self.loop.time())

@@ -28,6 +28,7 @@ class ServerOptions:
     `admin` are the options of the admin listener that the command itself starts; with `None` the
     engine may start one. `process` is the name of the process in snapshots. If it `replaces` a
     server, it accepts connections only once it `begin`s; it `shares_port` if both have sockets.
+    `http_threads` is the number of loops that read and write HTTP.
     """
 
     http: Mapping[str, Any] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class ServerOptions:
     process: str = "server"
     replaces: bool = False
     shares_port: bool = False
+    http_threads: int = 1
 
     def over(self, options: HTTPOptions) -> HTTPOptions:
         """Return the options with those of the command line in their place."""
