@@ -144,7 +144,7 @@ async def started(app: Any) -> AsyncIterator[None]:
     """Run an app's lifespan around a `with` block."""
     inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+    scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
     task = asyncio.create_task(app(scope, inbox.get, outbox.put))
     for event in ("startup", "shutdown"):
         inbox.put_nowait({"type": f"lifespan.{event}"})

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from starlette.testclient import TestClient
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingress.app.asgi import BoundApp, IngressSpec, ReplicaApp
 from ingress.context import REPLICA, ReplicaRuntime
@@ -25,6 +25,15 @@ def bound(cls: type) -> BoundApp:
     """Build the deployment."""
     spec: IngressSpec = cls.__ingress_spec__  # type: ignore[attr-defined]
     return spec.bind(cls)
+
+
+def under_server(app: ASGIApp) -> ASGIApp:
+    """Return an app that passes requests on as from a server without lifespan, such as a parent."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "asgi": {"version": "3.0", "spec_version": "2.3"}}, receive, send)
+
+    return called
 
 
 class Replica:
@@ -130,6 +139,7 @@ async def request(
     path, _, query = path.partition("?")
     base = {
         "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": "GET",
         "scheme": "http",

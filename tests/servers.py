@@ -234,9 +234,10 @@ def set_flags(monkeypatch: pytest.MonkeyPatch, separate: str, sync: str = "0") -
 def scope_of(path: str = "/") -> Scope:
     """Return the scope of a GET request, for a test that is the server itself."""
     return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "scheme": "http", "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "GET",
+        "http_version": "1.1", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "root_path": "", "scheme": "http", "headers": [], "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
     }  # fmt: skip
 
 

@@ -4,10 +4,17 @@ lifespan (uvicorn, `with TestClient`)      started and stopped by the lifespan, 
 a first request without lifespan           started once, also by concurrent requests; stopped by
                                            `await application.aclose()`, `serve.shutdown()`
                                            or at exit
+the same, or a lifespan, without a server  started once for each event loop of callers, on which its
+(`httpx.ASGITransport`, `LifespanManager`) replicas in threads then run; stopped also by the end of
+                                           that loop
 `FastAPI(lifespan=application.lifespan)`   started and stopped by the parent app's lifespan
 several applications (`CombinedApp`)       started and stopped by the lifespan, through the engine:
                                            routes, health check and drain are those of `serve.run`,
                                            and a later `serve.run` changes what is served
+
+A caller on its own loop may give the application objects of that loop: the connection of a test, by
+`dependency_overrides`. So each such loop has an instance, with the objects of its constructor.
+While a lifespan of a server runs the application, that instance answers all callers.
 
 A lifespan ends when all requests have ended. A stream may have no end, so an application under
 uvicorn begins to drain when uvicorn gets its signal.
@@ -18,12 +25,21 @@ from __future__ import annotations
 import asyncio
 import signal
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from time import monotonic
 from typing import Protocol
 
@@ -32,8 +48,8 @@ from starlette.types import Receive, Scope, Send
 from ingress.app.asgi import log_if_not_callable
 from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
-from ingress.context import AppLifespan
-from ingress.core.calls.loops import Wakeup, asyncio_loop, run_on, start_on
+from ingress.context import REPLICA, AppLifespan
+from ingress.core.calls.loops import Wakeup, asyncio_loop, new_event_loop, run_on, start_on
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
 from ingress.schema import ApplicationStatus
@@ -49,6 +65,27 @@ TICK_S = 0.1
 # Longest time that a stopping server still listens, and the period of that check.
 CLOSING_S = 1.0
 LOOK_S = 0.01
+
+NO_SERVER: ContextVar[bool] = ContextVar("ingress_no_server", default=False)
+"""True in a lifespan that a client of `ingress.testing` runs on the loop of its test."""
+
+
+def _has_no_server(scope: Scope) -> bool:
+    """Return whether a client calls the app itself, on its own loop.
+
+    uvicorn, hypercorn, granian, Mangum    `asgi` with a `spec_version`
+    `httpx.ASGITransport`, Daphne          `asgi` without a `spec_version`
+    httpx-ws                               no `asgi`
+    `LifespanManager`                      no `asgi`, and a `state`
+    Starlette's `TestClient`               the same, in a thread of its own
+    """
+    if NO_SERVER.get():
+        return True
+    asgi = scope.get("asgi")
+    if asgi is None:
+        return "state" not in scope or current_thread() is main_thread()
+    # `request.state` of a parent app adds a state to a request, but not to a lifespan.
+    return "spec_version" not in asgi and (scope["type"] != "lifespan" or "state" not in scope)
 
 
 class _StoppingServer(Protocol):
@@ -125,15 +162,27 @@ def _uvicorn_server() -> _StoppingServer | None:
 
 
 class Hosted:
-    """One application that is served as an ASGI app. Thread-safe: requests come on any loop."""
+    """One application that is served as an ASGI app. Thread-safe: requests come on any loop.
+
+    `guests` are its instances for callers without a server, by their loop `_callers_loop`.
+    `servers` counts those of the `lifespans` that are not a `TestClient`'s.
+    """
 
     __slots__ = (
-        "_application", "_drain", "_engine", "_lender", "_lock", "_proxy", "_running",
-        "_start_of", "_starting", "lifespans",
+        "_application", "_callers_loop", "_drain", "_end_of_loop", "_engine", "_lender", "_lock",
+        "_proxy", "_running", "_start_of", "_starting", "guests", "lifespans", "servers",
     )  # fmt: skip
 
-    def __init__(self, engine: LocalEngine, application: Application) -> None:
+    def __init__(
+        self,
+        engine: LocalEngine,
+        application: Application,
+        callers_loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         self._engine = engine
+        self._callers_loop = callers_loop
+        self._end_of_loop: AsyncGenerator[None, None] | None = None
+        self.guests: dict[asyncio.AbstractEventLoop, Hosted] = {}
         self._application = application
         self._lock = Lock()
         self._proxy = HTTPProxy()
@@ -141,7 +190,7 @@ class Hosted:
         self._starting: Future[None] | None = None
         self._start_of: Start | None = None
         self._lender: asyncio.AbstractEventLoop | None = None
-        self.lifespans = 0
+        self.lifespans = self.servers = 0
         self._drain = _Drain(engine)
 
     @property
@@ -159,6 +208,31 @@ class Hosted:
         """The application's name, while it runs."""
         running = self._running
         return None if running is None or self.proxy is None else running.name
+
+    def is_in_lifespan(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether a server's lifespan runs the application, or one on this loop."""
+        return self.servers > 0 or (self.lifespans > 0 and self._lender is loop)
+
+    async def guest(self) -> Hosted:
+        """Return the instance for callers on the running loop. It stops at the end of that loop."""
+        if self._engine.factories.new_loop is not new_event_loop:
+            return self  # a test has made loops for the replicas: see `VirtualClock`
+        loop = asyncio_loop()
+        if loop not in self.guests:
+            for other in [each for each in list(self.guests) if each.is_closed()]:
+                await self.guests.pop(other).stop()
+            guest = self.guests[loop] = Hosted(self._engine, self._application, loop)
+            # `asyncio.run` and `asyncio.Runner` close the asynchronous generators that have begun.
+            guest._end_of_loop = self._stop_at_end(loop)
+            await anext(guest._end_of_loop)
+        return self.guests[loop]
+
+    async def _stop_at_end(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            # On another loop: this one warns of asynchronous generators that begin now.
+            await asyncio.to_thread(asyncio.run, self.guests.pop(loop).stop(0.0))
 
     async def start(self, lender: asyncio.AbstractEventLoop | None = None) -> None:
         """Start the application unless it runs. Every caller waits for the same start.
@@ -181,10 +255,11 @@ class Hosted:
         await wakeup.wait()
         starting.result()
 
-    async def _leave(self) -> None:
+    async def _leave(self, is_servers: bool) -> None:
         """Stop the application, unless another lifespan still needs it."""
         with self._lock:
             self.lifespans -= 1
+            self.servers -= is_servers
             if self.lifespans > 0:
                 return
         lifespans = self._app_lifespans()
@@ -211,16 +286,17 @@ class Hosted:
             each.share(state)
 
     @asynccontextmanager
-    async def lifespan(self) -> AsyncIterator[None]:
+    async def lifespan(self, *, is_servers: bool = True) -> AsyncIterator[None]:
         """Start the application for a lifespan, on its loop, and stop it at the end."""
         with self._drain.watching(self._end_starts):
-            await self.start(asyncio.get_running_loop())
+            await self.start(None if self._callers_loop else asyncio.get_running_loop())
             with self._lock:
                 self.lifespans += 1
+                self.servers += is_servers
             try:
                 yield
             finally:
-                await self._leave()
+                await self._leave(is_servers)
 
     async def _end_starts(self) -> Left | None:
         await self._end_start(INTERRUPTED)
@@ -229,7 +305,7 @@ class Hosted:
 
     async def _start(self, lender: asyncio.AbstractEventLoop | None) -> None:
         """Start the application. Runs on the control loop."""
-        self.lifespans = 0
+        self.lifespans = self.servers = 0
         self._drain.over_at = None
         previous, self._running = self._running, None
         engine = self._engine
@@ -240,12 +316,13 @@ class Hosted:
         log_if_not_callable(self._application.deployment.func_or_class)
         name = engine.apps.free_name()
         built = build_here(self._application, name)
-        start = self._start_of = Start(RunningApplication(name, "/", self._proxy))
+        application = RunningApplication(name, "/", self._proxy, callers_loop=self._callers_loop)
+        start = self._start_of = Start(application)
         serving_loop = engine.threads.user_loop if lender is None else lambda: lender
         await engine.start_application(start, built, serving_loop)
         running = start.application
         self._proxy.table = RouteTable({"/": running.ingress.router})
-        self._running, self._lender = running, lender
+        self._running, self._lender = running, self._callers_loop or lender
 
     def _started(self, starting: Future[None]) -> None:
         with self._lock:
@@ -256,7 +333,7 @@ class Hosted:
         if failed and (start is None or self._engine.apps.take(start, INTERRUPTED)):
             self._engine.release()
 
-    async def stop(self) -> None:
+    async def stop(self, timeout_s: float | None = None) -> None:
         """Stop the application, if it runs or starts."""
         await self._end_start(CLOSED)
         with self._lock:
@@ -264,7 +341,7 @@ class Hosted:
         if running is None or running.stopping is not None:
             return
         running.proxy.is_draining = True
-        left_s = self._drain.left_s
+        left_s = self._drain.left_s if timeout_s is None else timeout_s
         async with self._engine.operating_on_loop() as threads:
             if threads is not None:
                 await run_on(threads.control.loop, self._engine.apps.stop, running, left_s)
@@ -289,22 +366,41 @@ class Hosting:
         self, application: Application, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[None, None, None]:
         hosted: Hosted | None = application._hosted
-        if hosted is not None and scope["type"] != "lifespan":
+        # From a server, so that this instance answers; `_serve` finds others.
+        if hosted is not None and "spec_version" in scope.get("asgi", ()):
             proxy = hosted.proxy
-            if proxy is not None:
+            if proxy is not None and scope["type"] != "lifespan":
                 return proxy(scope, receive, send)
-        return self._serve(self._get(application), scope, receive, send)
+        return self._serve(application, scope, receive, send)
 
-    async def _serve(self, hosted: Hosted, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(
+        self, application: Application, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        hosted = self._get(application)
+        if self._is_for_guest(hosted, scope):
+            hosted = await hosted.guest()
         if scope["type"] == "lifespan":
             share = partial(hosted.share_state, scope.get("state", {}))
-            await _answer_lifespan(self._engine, hosted.lifespan(), receive, send, share)
+            lifespan = hosted.lifespan(is_servers="asgi" in scope)
+            await _answer_lifespan(self._engine, lifespan, receive, send, share)
             return
         proxy = None
         while proxy is None:
             await hosted.start()
             proxy = hosted.proxy
         await proxy(scope, receive, send)
+
+    @staticmethod
+    def _is_for_guest(hosted: Hosted, scope: Scope) -> bool:
+        """Return whether an instance on the running loop answers, not the one for servers."""
+        if not _has_no_server(scope):
+            return False
+        loop = asyncio_loop()
+        guest = hosted.guests.get(loop)
+        if scope["type"] == "lifespan" or (guest is not None and guest.proxy is not None):
+            return True
+        # A replica that calls its own application gets the instance that it belongs to.
+        return REPLICA.get(None) is None and not hosted.is_in_lifespan(loop)
 
     async def start(self, application: Application) -> str:
         """Start an application unless it runs, as a first request does. Returns its name."""
@@ -315,11 +411,21 @@ class Hosting:
 
     async def close(self, application: Application, *, unless_in_lifespan: bool = False) -> None:
         hosted = self._get(application)
-        if not (unless_in_lifespan and hosted.lifespans > 0):
-            await hosted.stop()
+        here, instances = asyncio_loop(), [hosted]
+        for loop, guest in list(hosted.guests.items()):
+            if loop is here or not loop.is_running():
+                instances.append(guest)
+        for each in instances:
+            if not (unless_in_lifespan and each.lifespans > 0):
+                await each.stop()
 
-    def lifespan(self, application: Application) -> AbstractAsyncContextManager[None]:
-        return self._get(application).lifespan()
+    @asynccontextmanager
+    async def lifespan(self, application: Application) -> AsyncIterator[None]:
+        hosted = self._get(application)
+        if NO_SERVER.get():
+            hosted = await hosted.guest()
+        async with hosted.lifespan():
+            yield
 
     def _get(self, application: Application) -> Hosted:
         with self._lock:

@@ -20,7 +20,7 @@ from ingress.config import DeploymentConfig, HTTPOptions, LoggingConfig
 from ingress.core.base.settings import Settings, warn_of_unused
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import Call, when_all_settled
-from ingress.core.calls.loops import Wakeup, run_blocking
+from ingress.core.calls.loops import Wakeup, run_blocking, running_loop
 from ingress.core.calls.notable import NOTABLE
 from ingress.core.execution.threads import lend_executor
 from ingress.engines.applications import INTERRUPTED, Applications, Start
@@ -392,7 +392,19 @@ class LocalEngine:
 
     @contextmanager
     def operating(self) -> Iterator[EngineThreads | None]:
-        """Keep the threads meanwhile, if there are any: another `release` does not end them."""
+        """Keep the threads meanwhile, if there are any: another `release` does not end them.
+
+        Raises `RuntimeError` on the loop of a caller that an application runs on: the operation
+        blocks that loop.
+        """
+        if (here := running_loop()) is not None:
+            for each in list(self.applications.values()):
+                if each.callers_loop is here:
+                    raise RuntimeError(
+                        f"this call would block the event loop that the application {each.name!r} "
+                        "runs on, which is that of its caller; use `await serve.shutdown_async()`, "
+                        "`await application.aclose()`, or `await asyncio.to_thread(...)`"
+                    )
         threads = self._keep()
         try:
             yield threads

@@ -24,6 +24,7 @@ HEADERS: tuple[Headers, ...] = (
     {"x-token": "bad"},
 )
 PATIENCE_S = 30
+ASGI = {"version": "3.0", "spec_version": "2.4"}
 
 
 class Client(Protocol):
@@ -84,9 +85,7 @@ class Direct:
         """Run the lifespan of the app. Raises `RuntimeError` with its error if it cannot start."""
         sent: asyncio.Queue[Any] = asyncio.Queue()
         got: asyncio.Queue[Any] = asyncio.Queue()
-        task = asyncio.create_task(
-            self._app({"type": "lifespan", "asgi": {"version": "3.0"}}, sent.get, got.put)
-        )
+        task = asyncio.create_task(self._app({"type": "lifespan", "asgi": ASGI}, sent.get, got.put))
         for message in ("startup", "shutdown"):
             sent.put_nowait({"type": f"lifespan.{message}"})
             answer = await asyncio.wait_for(got.get(), PATIENCE_S)
@@ -139,7 +138,7 @@ class Direct:
             messages.append(message)
 
         scope: dict[str, Any] = {
-            **kind, "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1",
+            **kind, "asgi": ASGI, "http_version": "1.1",
             "scheme": "ws" if kind["type"] == "websocket" else "http", "root_path": "",
             "server": ("testserver", 80), "client": ("testclient", 1), "path": path,
             "raw_path": path.encode(), "query_string": query.encode(), "subprotocols": [],

@@ -27,6 +27,7 @@ from starlette.types import Message, Receive, Scope, Send
 import ingress as serve
 from ingress.app.asgi.compat import IncludedRouter
 from ingress.exceptions import UserCodeExit
+from tests.asgi_helpers import under_server
 from tests.suites.differences import BORROWED, KINDS, differences
 from tests.suites.sdist import PROJECTS
 
@@ -122,7 +123,7 @@ def test_def_dependencies_run_although_the_callers_threads_are_taken(*, yields: 
         limiter = anyio.to_thread.current_default_thread_limiter()
         limiter.total_tokens = 1
         async with limiter:
-            transport = httpx.ASGITransport(app=application)
+            transport = httpx.ASGITransport(app=under_server(application))
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
                 answer: str = (await client.get("/")).json()
             await application.aclose()

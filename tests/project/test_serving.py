@@ -9,21 +9,23 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, WebSocket
+from fastapi.responses import StreamingResponse
 from starlette.requests import Request
 from starlette.testclient import TestClient
-from starlette.types import Message, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import ingress as serve
 from ingress import testing
-from tests.asgi_helpers import request
+from ingress.engines import local_engine
+from tests.asgi_helpers import request, under_server
 from tests.programs import INGRESS, UVICORN, environment, process, run_ingress, write_module
 from tests.servers import PATIENCE_S, bind, get, served, wait_until
 
@@ -332,6 +334,243 @@ async def test_a_first_comer_that_leaves_does_not_take_the_start_with_it(separat
     await application.aclose()
 
 
+# In this process, on the event loop of a client without a server.
+
+
+async def connection() -> Any:
+    raise AssertionError("the test overrides this")
+
+
+async def where(application: serve.Application) -> str:
+    """Return the name of the thread that runs an `async def` endpoint."""
+    (found,) = await answers(application, "/where")
+    name: str = found.json()
+    return name
+
+
+def on_loop_of_caller(
+    up: list[str], waits: testing.Latch | None = None
+) -> tuple[serve.Application, FastAPI]:
+    """Return an application that notes in `up` the ends of its lifespans, and its FastAPI app."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        up.append("begun")
+        try:
+            yield
+        finally:
+            up.append("ended")
+
+    app = FastAPI(lifespan=lifespan)
+
+    @serve.deployment
+    class Child:
+        @serve.batch(max_batch_size=2, batch_wait_timeout_s=PATIENCE_S)
+        async def __call__(self, names: list[str]) -> list[list[str]]:
+            return [[*names, threading.current_thread().name]] * len(names)
+
+    @serve.deployment(num_replicas=2)
+    @serve.ingress(app)
+    class Api:
+        def __init__(self, child: serve.DeploymentHandle) -> None:
+            self.child = child
+            self.loop = asyncio.get_running_loop()
+
+        @app.get("/line")
+        async def line(self, of: Any = Depends(connection)) -> str:
+            assert asyncio.get_running_loop() is self.loop
+            of[1].write(b"hi\n")
+            line: bytes = await of[0].readline()
+            return line.decode()
+
+        @app.get("/batch")
+        async def batch(self) -> list[list[str]]:
+            found: list[list[str]] = await asyncio.gather(*map(self.child.remote, "ab"))
+            return found
+
+        @app.get("/stream")
+        async def stream(self) -> StreamingResponse:
+            async def names() -> AsyncIterator[str]:
+                yield threading.current_thread().name
+
+            return StreamingResponse(names())
+
+        @app.get("/def")
+        def in_thread(self) -> str:
+            return threading.current_thread().name
+
+        @app.get("/where")
+        async def thread(self) -> str:
+            return threading.current_thread().name
+
+        @app.get("/itself")
+        async def itself(self) -> str:
+            return await where(application)
+
+        @app.get("/waits")
+        async def wait(self) -> None:
+            assert waits is not None
+            waits.count_down()
+            await asyncio.Event().wait()
+
+        @app.websocket("/ws")
+        async def ws(self, socket: WebSocket) -> None:
+            await socket.accept()
+            await socket.send_text(threading.current_thread().name)
+            await socket.close()
+
+    application = bind(Api, bind(Child))
+    return application, app
+
+
+def alone(application: serve.Application) -> Any:
+    return nullcontext(application)
+
+
+def under_parent(application: serve.Application) -> Any:
+    parent = FastAPI()
+    parent.mount("/", application)
+    return nullcontext(parent)
+
+
+@asynccontextmanager
+async def in_lifespan(application: serve.Application) -> AsyncIterator[ASGIApp]:
+    """Run the lifespan as `asgi_lifespan.LifespanManager` does, with its shared state."""
+    received: asyncio.Queue[Message] = asyncio.Queue()
+    sent: asyncio.Queue[Message] = asyncio.Queue()
+    state: dict[str, Any] = {}
+
+    async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
+        await application({**scope, "state": state}, receive, send)
+
+    running = asyncio.create_task(with_state({"type": "lifespan"}, received.get, sent.put))
+    for phase in ("startup", "shutdown"):
+        received.put_nowait({"type": f"lifespan.{phase}"})
+        assert (await sent.get())["type"] == f"lifespan.{phase}.complete"
+        if phase == "startup":
+            yield with_state
+    await running
+
+
+@pytest.mark.parametrize("way", [alone, under_parent, in_lifespan])
+def test_endpoints_may_use_objects_of_the_loop_that_calls_them(
+    separate: str, way: Callable[[serve.Application], Any]
+) -> None:
+    up: list[str] = []
+    application, app = on_loop_of_caller(up)
+    before = set(threading.enumerate())
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readline())
+        writer.close()
+
+    async def ask() -> list[Any]:
+        async with (
+            await asyncio.start_server(echo, "127.0.0.1", 0) as server,
+            way(application) as it,
+        ):
+            opened = await asyncio.open_connection(*server.sockets[0].getsockname())
+            app.dependency_overrides[connection] = lambda: opened
+            paths = ("/line", "/batch", "/stream", "/itself", "/def")
+            found = [(await answers(it, each))[0] for each in paths]
+            opened[1].close()
+            return [*(each.json() for each in found[:2]), *(each.text for each in found[2:])]
+
+    here = threading.current_thread().name
+    for _ in range(2):
+        *on_loop, in_thread = asyncio.run(ask())
+        assert on_loop == ["hi\n", [["a", "b", here]] * 2, here, f'"{here}"']
+        assert "worker" in in_thread
+        # The end of the loop has stopped the replicas, with their lifespans and threads.
+        assert up.count("begun") == up.count("ended") == 2
+        assert set(threading.enumerate()) == before
+        up.clear()
+
+
+def test_each_loop_of_callers_has_its_replicas() -> None:
+    up: list[str] = []
+    application, _ = on_loop_of_caller(up)
+
+    async def elsewhere() -> str:
+        return await asyncio.to_thread(asyncio.run, where(application))  # the first loop runs
+
+    here = threading.current_thread().name
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+    assert [first.run_until_complete(where(application)) for _ in range(2)] == [here] * 2
+    assert len(up) == 2
+    # The first is open, and does not run.
+    assert second.run_until_complete(where(application)) == here
+    assert first.run_until_complete(elsewhere()) != here
+    assert first.run_until_complete(where(application)) == here
+    assert (up.count("begun"), up.count("ended")) == (6, 2)
+    second.run_until_complete(application.aclose())  # also that of the first, which does not run
+    assert not local_engine().is_running
+    second.run_until_complete(where(application))
+    second.run_until_complete(second.shutdown_asyncgens())
+    for loop in (first, second):
+        assert not local_engine().is_running
+        loop.close()
+
+
+def test_a_loop_that_ends_cancels_its_requests_and_starts() -> None:
+    up: list[str] = []
+    waits, starts = testing.Latch(), testing.Latch()
+    application, _ = on_loop_of_caller(up, waits)
+
+    @asynccontextmanager
+    async def hangs(_: FastAPI) -> AsyncIterator[None]:
+        starts.count_down()
+        await asyncio.Event().wait()
+        yield
+
+    @serve.deployment
+    @serve.ingress(FastAPI(lifespan=hangs))
+    class Hangs: ...
+
+    async def leave(target: serve.Application, latch: testing.Latch) -> asyncio.Task[Any]:
+        request = asyncio.create_task(answers(target, "/waits"))
+        await latch
+        return request
+
+    for target, latch in ((application, waits), (bind(Hangs), starts)):
+        assert asyncio.run(leave(target, latch)).cancelled()
+        assert not local_engine().is_running
+    assert up.count("begun") == up.count("ended") == 2
+
+
+def test_a_test_client_and_a_server_have_their_replicas_beside_those_of_a_loop() -> None:
+    application, _ = on_loop_of_caller([])
+    here = threading.current_thread().name
+    for client in (TestClient(application), testing.TestClient(application)):
+        with client:
+            assert client.get("/where").json() != here
+            assert client.get("/itself").json() != here  # it is that of the client
+            assert asyncio.run(where(application)) == here
+        assert client.get("/where").json() != here
+        assert asyncio.run(where(application)) == here
+        with client.websocket_connect("/ws") as socket:
+            assert socket.receive_text() != here
+    with TestClient(FastAPI(lifespan=application.lifespan)):  # as under a server
+        assert asyncio.run(where(application)) != here
+    assert asyncio.run(where(application)) == here
+    serve.shutdown()
+
+
+def test_a_stop_that_would_block_the_loop_of_the_replicas_is_refused() -> None:
+    application, _ = on_loop_of_caller([])
+
+    async def stop() -> None:
+        await where(application)
+        with pytest.raises(
+            RuntimeError, match=r"'default' runs on, .* `await serve.shutdown_async"
+        ):
+            serve.shutdown()
+        await serve.shutdown_async()
+        assert not local_engine().is_running
+
+    asyncio.run(stop())
+
+
 either_client = pytest.mark.parametrize("make", [TestClient, testing.TestClient])
 
 
@@ -405,7 +644,7 @@ def test_a_server_that_went_without_a_word_does_not_hang_the_next(separate: str)
         async def send(message: Message) -> None:
             started.set()
 
-        application_task: Any = application({"type": "lifespan"}, receive, send)
+        application_task: Any = under_server(application)({"type": "lifespan"}, receive, send)
         tasks.append(asyncio.ensure_future(application_task))
         await started.wait()  # and no `lifespan.shutdown` follows
 
@@ -561,7 +800,8 @@ async def test_the_end_of_an_application_does_not_block_its_callers_event_loop()
         may_end.set()
 
     application = Api.bind()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(application)) as client:
+    transport = httpx.ASGITransport(under_server(application))
+    async with httpx.AsyncClient(transport=transport) as client:
         assert (await client.get("http://server/")).status_code == 200
     watching = asyncio.create_task(watch())
     await application.aclose()

@@ -79,6 +79,8 @@ class Lifespan:
         if self._task is None or not self._is_up:
             return
         self._is_up = False
+        if self._task.cancelled():  # its loop ends: the cancellation has run the shutdown
+            return
         # A server that runs on would keep the objects of a replica that has been replaced. Race
         # with `share`: a replica that ends while its server starts may leave its objects there.
         for key, value in self.state.items():

@@ -68,7 +68,8 @@ class Controller:
         replica by replica: a new one starts, an old one leaves. Raises `RuntimeError` with the
         deployment's name, from the error of the user's code. The caller ends the update: with
         `RunningApplication.keep`, or with `roll_back` and `stop` after an error or a cancellation.
-        Replicas live on `serving_loop` when user code has no thread of its own.
+        Replicas live on `running.callers_loop` if there is one, else on `serving_loop` when user
+        code has no thread of its own.
         """
         older = {} if serving is None else serving.deployments
         if self._settings.run_user_code_in_separate_thread:
@@ -93,7 +94,7 @@ class Controller:
         for built in application.deployments:
             deployment = running.deployments[built.name]
             try:
-                await self._roll_out(deployment, built, serving_loop)
+                await self._roll_out(deployment, built, serving_loop, running.callers_loop)
             except Exception as error:
                 raise RuntimeError(
                     f"Deploying application '{running.name}' failed: deployment "
@@ -108,6 +109,7 @@ class Controller:
         deployment: RunningDeployment,
         built: BuiltDeployment,
         serving_loop: asyncio.AbstractEventLoop,
+        callers_loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         """Start a deployment's replicas, or replace them by those of a new version.
 
@@ -115,7 +117,9 @@ class Controller:
         hang.
         """
         config, factories = built.deployment.config, deployment.using.factories
-        borrowed = await self._loop_for(built, serving_loop, factories.new_loop)
+        if callers_loop is not None and config.isolation == "process":
+            callers_loop = None
+        borrowed = callers_loop or await self._loop_for(built, serving_loop, factories.new_loop)
         warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
         is_update = deployment.previous is not None
         if is_update:
@@ -130,6 +134,7 @@ class Controller:
             borrowed,
             scaler_of(config),
             count_for(config, deployment.desired.count) if is_update else config.first_count,
+            is_watched=callers_loop is None,
         )
         if is_update:  # with the changes since the start of the update
             deployment.previous = deployment.version()

@@ -10,6 +10,7 @@ of its own.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -228,6 +229,7 @@ class Reconciler:
         if deployment.using.borrowed is None and deployment.has_started:
             reserve_descriptors(1, may_raise=self._settings.raise_file_limit)
         config, router = deployment.config, deployment.router
+        is_watched = deployment.using.is_watched
         number = deployment.next_number
         deployment.next_number += 1
         make_host = deployment.using.factories.thread_host
@@ -249,7 +251,7 @@ class Reconciler:
                 lanes=config.lanes,
                 sync_in_threadpool=self._settings.run_sync_in_threadpool,
                 borrowed=deployment.using.borrowed,
-                stall_threshold_s=self._settings.stall_threshold_s,
+                stall_threshold_s=self._settings.stall_threshold_s if is_watched else None,
                 factories=deployment.using.factories,
             ),
             max_ongoing=config.max_ongoing_requests,
@@ -294,7 +296,8 @@ class Reconciler:
         if member.phase is not Phase.STARTING or deployment.is_stopping:
             return
         member.served_at = asyncio.get_running_loop().time()
-        member.looks.check_at = member.served_at + deployment.config.health_check_period_s
+        is_watched, period_s = deployment.using.is_watched, deployment.config.health_check_period_s
+        member.looks.check_at = member.served_at + period_s if is_watched else math.inf
         member.phase = Phase.SERVING
         self._fit(deployment, member)
         deployment.router.add(replica)

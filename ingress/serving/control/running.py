@@ -133,6 +133,8 @@ class Version:
     borrowed   the loop that its replicas run on, `None` if each has its own
     scaler     decides how many replicas are desired, `None` for a fixed number
     before     the last config whose `user_config` all replicas have taken, `None` if not known
+    is_watched whether its replicas are checked: the loop of a test stops at a breakpoint, and
+               between two tests
     """
 
     built: BuiltDeployment
@@ -144,6 +146,7 @@ class Version:
     scaler: Scaler | None = None
     count: int = 0
     before: DeploymentConfig | None = None
+    is_watched: bool = True
 
 
 @dataclass(eq=False, slots=True)
@@ -505,7 +508,11 @@ class RunningDeployment:
 
 @dataclass(eq=False, slots=True)
 class RunningApplication:
-    """One application, its deployments in build order: the last one receives the requests."""
+    """One application, its deployments in build order: the last one receives the requests.
+
+    `callers_loop` is the loop that its replicas in threads run on if no server calls it, see
+    `engines.hosting`.
+    """
 
     name: str
     route_prefix: str | None
@@ -515,6 +522,7 @@ class RunningApplication:
     message: str = ""
     deployed_at_s: float = field(default_factory=lambda: datetime.now(UTC).timestamp())
     stopping: asyncio.Task[None] | None = None
+    callers_loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def ingress(self) -> RunningDeployment:

@@ -505,8 +505,9 @@ class Replica:
         self.state, self.is_ending = ReplicaState.STOPPING, True
         WATCHDOG.unwatch(self.loop, self)
         try:
-            # The owner of a borrowed loop may have closed it without notice.
-            if winds_down and not self.loop.is_closed():
+            # The owner of a borrowed loop may have stopped or closed it without notice.
+            can_run = self.loop.is_running() or self.host.isolation is not OwnPart.NONE
+            if winds_down and can_run and not self.loop.is_closed():
                 async with asyncio.timeout(timeout_s):
                     await run_on(self.loop, self._wind_down)
         except TimeoutError:

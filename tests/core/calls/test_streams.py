@@ -51,6 +51,7 @@ def http_scope(path: str) -> dict[str, Any]:
     """Return the ASGI scope of a GET request."""
     return {
         "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": "GET",
         "path": path,

@@ -25,6 +25,7 @@ from ingress.engines import local_engine
 from ingress.exceptions import DeploymentUnavailableError, RayServeException
 from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.testing import Latch
+from tests.asgi_helpers import under_server
 from tests.fakes import bind, together
 from tests.programs import INGRESS, UVICORN, environment, free_port, process, write_module
 from tests.servers import PATIENCE_S, ROUNDS, get, overview, served, set_flags, wait_until
@@ -599,7 +600,7 @@ async def test_the_end_of_an_application_ends_a_start_by_a_first_request(
     doors: Doors, end: str
 ) -> None:
     application = slow(doors)
-    transport = httpx.ASGITransport(application)
+    transport = httpx.ASGITransport(under_server(application))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         first = asyncio.ensure_future(client.get("/"))
         await asyncio.to_thread(doors.entered.wait)

@@ -150,6 +150,7 @@ class Caller:
         self.statuses: list[int] = []
         self.scope: Scope = {
             "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
             "method": "GET",
             "path": "/",
             "query_string": b"",
