@@ -1,6 +1,6 @@
 """Tools for tests of applications: a client, latches, a leak check, a clock, and a pytest plugin.
 
-    client        `TestClient`: FastAPI's, with the application's handles
+    client        `TestClient`: FastAPI's, with the application's handles; `AsyncClient`: HTTPX's
     latch         `Latch`: code under test and its test wait for each other
     leaks         `leak_check`: a test fails if it leaves threads, tasks or slots behind
     clock         `VirtualClock`: a minute of `asyncio.sleep` takes no time
@@ -20,16 +20,17 @@ from ingress.testing.latch import Latch
 from ingress.testing.leaks import LeakCheck, leak_check
 
 if TYPE_CHECKING:
-    from ingress.testing.client import TestClient
+    from ingress.testing.client import AsyncClient, TestClient
 
-__all__ = ["Latch", "LeakCheck", "TestClient", "VirtualClock", "leak_check"]
+__all__ = ["AsyncClient", "Latch", "LeakCheck", "TestClient", "VirtualClock", "leak_check"]
 
 
 def __getattr__(name: str) -> type:
     # Imported at its first use: pytest imports the plugin in every test run, and not every
     # environment has an HTTP client.
-    if name == "TestClient":
-        from ingress.testing.client import TestClient
+    if name in ("AsyncClient", "TestClient"):
+        from ingress.testing import client
 
-        return TestClient
+        found: type = getattr(client, name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,12 @@
-"""`TestClient`: FastAPI's, with the handles of the applications it serves."""
+"""`TestClient`, FastAPI's with the handles of the applications it serves, and `AsyncClient`."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from anyio.from_thread import start_blocking_portal
 from starlette import testclient
@@ -13,7 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.engines import local_engine
+from ingress.engines.hosting import NO_SERVER
 from ingress.handle import DeploymentHandle
+
+if TYPE_CHECKING:
+    import httpx2 as httpx
+else:
+    httpx = testclient.httpx  # its HTTPX, of two
 
 
 class TestClient(testclient.TestClient):
@@ -106,15 +113,92 @@ class TestClient(testclient.TestClient):
             if application._hosted is None:
                 continue
             if self.portal is not None:
-                self.portal.call(self._stop, application)
+                self.portal.call(_stop, application)
             else:
                 with start_blocking_portal() as portal:
-                    portal.call(self._stop, application)
+                    portal.call(_stop, application)
 
-    @staticmethod
-    async def _stop(application: Application) -> None:
-        # Another client's lifespan may still use it.
-        await type(application)._host.close(application, unless_in_lifespan=True)
+
+class AsyncClient(httpx.AsyncClient):
+    """HTTPX's `AsyncClient` for a bound deployment, or for an app that mounts some.
+
+        async with AsyncClient(hello) as client:
+            assert (await client.get("/sync")).json() == "hi, you"
+
+    The app's lifespan runs inside the `async with`, and all user code of replicas in threads runs
+    on the event loop of the test, as with `httpx.ASGITransport`. So `dependency_overrides` may give
+    an endpoint objects of that loop, such as the test's database session. At the end all
+    applications are stopped.
+
+    An error of the app is raised in the test, unless `raise_app_exceptions` is false.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        base_url: str = "http://testserver",
+        raise_app_exceptions: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "state": dict(self._lifespan_state)}, receive, send)
+
+        transport = httpx.ASGITransport(with_state, raise_app_exceptions=raise_app_exceptions)
+        super().__init__(transport=transport, base_url=base_url, **kwargs)
+        self._app = app
+        self._lifespan_state: dict[str, object] = {}  # HTTPX has a `_state`
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        # One task for both ends: a task group of the lifespan must be closed where it was opened.
+        self._lifespan = asyncio.create_task(self._run_lifespan())
+        self._is_up = asyncio.get_running_loop().create_future()
+        self._messages.put_nowait({"type": "lifespan.startup"})
+        try:
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait([self._lifespan, self._is_up], return_when=first)
+            if self._lifespan.done():
+                self._lifespan.result()
+        except BaseException:
+            self._lifespan.cancel()
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        self._messages.put_nowait({"type": "lifespan.shutdown"})
+        try:
+            await self._lifespan
+        finally:
+            await self._stop(kind, error, trace)
+
+    async def _run_lifespan(self) -> None:
+        NO_SERVER.set(True)  # for `FastAPI(lifespan=application.lifespan)`, which gets no scope
+        scope = {"type": "lifespan", "state": self._lifespan_state}
+        await self._app(scope, self._messages.get, self._answer)
+
+    async def _answer(self, message: Message) -> None:
+        if message["type"] == "lifespan.startup.complete":
+            self._is_up.set_result(None)
+
+    async def _stop(self, *error: Any) -> None:
+        try:
+            await super().__aexit__(*error)
+        finally:
+            for application in _applications(self._app, set()):
+                await _stop(application)
+
+
+async def _stop(application: Application) -> None:
+    # Another client's lifespan may still use it.
+    await type(application)._host.close(application, unless_in_lifespan=True)
 
 
 @dataclass(eq=False, slots=True)

@@ -60,7 +60,7 @@ PATHS = {
         "ServeStatus",
     ],
     "ingress.testing": [
-        *("Latch", "LeakCheck", "TestClient", "VirtualClock", "leak_check"),
+        *("AsyncClient", "Latch", "LeakCheck", "TestClient", "VirtualClock", "leak_check"),
     ],
 }
 SHORT = 10  # lines of a module that only re-exports

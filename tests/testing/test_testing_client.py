@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from anyio import from_thread
 from fastapi import APIRouter, Depends, FastAPI, Request, Response, WebSocket
@@ -23,7 +24,8 @@ from websockets.sync.client import connect
 
 import ingress as serve
 from ingress.core.base.settings import SYNC_IN_THREADPOOL
-from ingress.testing import TestClient
+from ingress.engines import local_engine
+from ingress.testing import AsyncClient, TestClient
 from tests.programs import UVICORN, environment, process, run_python, write_module
 from tests.servers import bind, set_flags
 
@@ -428,3 +430,80 @@ def test_the_flags_are_those_of_the_environment_when_it_is_entered(
 
     with client:
         assert client.handle.name.remote().result() == thread
+
+
+# On the event loop of an async test.
+
+
+@pytest.mark.parametrize("shape", ["bound", "mounted", "in a parent's lifespan"])
+def test_an_async_client_runs_the_application_on_the_loop_of_the_test(shape: str) -> None:
+    events: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, str]]:
+        events.append("begun")
+        yield {"key": "value"}
+        events.append("ended")
+
+    app = FastAPI(lifespan=lifespan)
+
+    @serve.deployment(num_replicas=1)
+    @serve.ingress(app)
+    class Api:
+        @app.get("/")
+        async def root(self, request: Request) -> list[str]:
+            return [threading.current_thread().name, *sorted(request.state._state.values())]
+
+    application = bind(Api)
+
+    @asynccontextmanager
+    async def parents(parent: FastAPI) -> AsyncIterator[dict[str, str]]:
+        async with anyio.create_task_group(), application.lifespan(parent):
+            yield {"of": "parent"}
+
+    target: Any = application
+    if shape != "bound":
+        target = FastAPI(lifespan=None if shape == "mounted" else parents)
+        target.mount("/", application)
+
+    async def ask() -> None:
+        async with AsyncClient(target) as client:
+            assert events == ([] if shape == "mounted" else ["begun"])
+            here = threading.current_thread().name
+            of = ["parent"] if shape == "in a parent's lifespan" else []
+            assert (await client.get("/")).json() == [here, *of, "value"]
+        assert events == ["begun", "ended"]
+        assert not local_engine().is_running
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(ask())
+
+
+def test_an_async_client_raises_the_errors_of_the_application() -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Fails:
+        def __init__(self, *, starts: bool) -> None:
+            if not starts:
+                raise LookupError("no model")
+
+        @app.get("/")
+        async def root(self) -> None:
+            raise LookupError("no row")
+
+    async def ask() -> None:
+        async with AsyncClient(bind(Fails, starts=True)) as client:
+            with pytest.raises(LookupError, match="no row"):
+                await client.get("/")
+        shown = AsyncClient(bind(Fails, starts=True), raise_app_exceptions=False)
+        async with shown as client:
+            assert (await client.get("/")).status_code == 500
+        with pytest.raises(RuntimeError, match="no model"):
+            async with AsyncClient(bind(Fails, starts=False)):
+                raise AssertionError("it has not started")
+        assert not local_engine().is_running
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(ask())

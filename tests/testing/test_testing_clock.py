@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 import ingress as serve
-from ingress.testing import Latch, TestClient, VirtualClock
+from ingress.testing import AsyncClient, Latch, TestClient, VirtualClock
 from tests.servers import bind, set_flags
 
 HOUR_S = 3600.0
@@ -91,6 +91,28 @@ def test_hours_pass_when_the_test_says_so_and_only_then(
     assert answer.result() == pytest.approx(HOUR_S)
     assert clock.elapsed_s == HOUR_S
     assert time.monotonic() - began < HOUR_S / 10
+
+
+def test_hours_pass_for_a_client_on_the_loop_of_the_test(clock: VirtualClock) -> None:
+    app = FastAPI()
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Api:
+        @app.get("/")
+        async def root(self) -> str:
+            await asyncio.sleep(HOUR_S)
+            return "late"
+
+    async def ask() -> str:
+        async with AsyncClient(bind(Api)) as client:
+            asked = asyncio.create_task(client.get("/"))
+            await asyncio.to_thread(clock.wait_for_timers)
+            await asyncio.to_thread(clock.advance, HOUR_S)
+            answer: str = (await asked).json()
+            return answer
+
+    assert asyncio.run(ask()) == "late"
 
 
 def test_each_timer_on_the_way_rings_at_its_time(clock: VirtualClock, client: TestClient) -> None:
