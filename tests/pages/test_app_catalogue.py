@@ -13,13 +13,15 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from ingress.testing import AsyncClient
 from tests.conformance.observe import Served, here, online
 from tests.how_to import check_page
 from tests.servers import PATIENCE_S, bind, wait_until
@@ -27,6 +29,9 @@ from tests.servers import PATIENCE_S, bind, wait_until
 pytest.importorskip("sqlalchemy.ext.asyncio", reason="needs the extra `apps`", exc_type=ImportError)
 pytest.importorskip("aiosqlite", reason="needs the extra `apps`")
 pytest.importorskip("asyncpg", reason="needs the extra `apps`")
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from app_examples.catalogue import app as example
 
@@ -67,6 +72,10 @@ def postgresql() -> Iterator[str]:
         finally:
             server.send_signal(signal.SIGINT)  # which does not wait for connections
             server.wait(PATIENCE_S)
+
+
+def without_lifespan(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
 async def _make_tables() -> None:
@@ -204,3 +213,31 @@ def test_its_page_shows_its_code_and_its_answers(
 ) -> None:
     monkeypatch.delenv("DATABASE_URL", raising=False)
     check_page("catalogue", tmp_path)
+
+
+def test_an_async_test_rolls_back_the_session_that_it_shares_with_the_endpoints(
+    database: None,
+) -> None:
+    async def test(client_of: Callable[[Any], Any]) -> None:
+        engine = example.make_engine()
+        async with engine.connect() as connection, connection.begin() as transaction:
+            mode = "rollback_only"  # an endpoint that commits leaves the transaction open
+            async with AsyncSession(
+                connection, expire_on_commit=False, join_transaction_mode=mode
+            ) as session:
+                overrides = example.api.dependency_overrides
+                overrides[example.session_of] = lambda: session
+                async with client_of(example.app) as client:
+                    created = await client.post("/products", json=BOLT)
+                    assert created.status_code == 201
+                    assert await session.get(example.Product, created.json()["id"])
+                    read = await client.get(created.headers["location"])
+                    assert read.json() == created.json()
+                overrides.clear()
+            await transaction.rollback()
+        async with engine.connect() as connection:
+            assert not (await connection.execute(select(example.Product))).all()
+        await engine.dispose()
+
+    for each in (without_lifespan, AsyncClient):
+        asyncio.run(test(each))
