@@ -392,8 +392,8 @@ class Applications:
         starting = [each for each in present if each not in serving]
         proxy.table = RouteTable(
             {prefix: each.ingress.router for prefix, each in _by_prefix(serving)},
-            {prefix: each.name for prefix, each in _by_prefix(starting)},
-            {prefix: each.name for prefix, each in _by_prefix(self.failed.values())},
+            dict(_by_prefix(starting)),
+            dict(_by_prefix(self.failed.values())),
         )
 
     def _refuse_clash(self, new: RunningApplication) -> None:

@@ -479,11 +479,15 @@ class CombinedApp:
     def __post_init__(self) -> None:
         self._drain = _Drain(self._engine)
 
+    @property
+    def proxy(self) -> HTTPProxy:
+        return self._engine.http.proxy
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _answer_lifespan(self._engine, self._lifespan(), receive, send)
         else:
-            await self._engine.http.proxy(scope, receive, send)
+            await self.proxy(scope, receive, send)
 
     @asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:

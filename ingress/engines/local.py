@@ -258,7 +258,9 @@ class LocalEngine:
         built = build_here(application, name)
         with self._operations:
             threads = self.acquire()
-            starting = RunningApplication(name, route_prefix, self.http.proxy)
+            bound = built.deployments[-1].bound_app
+            app = None if bound is None else bound.app
+            starting = RunningApplication(name, route_prefix, self.http.proxy, app)
             start = Start(starting, lists_failure=True)
             try:
                 run_blocking(threads.control.loop, self.apps.reserve(start))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ingress.core.base.types import DeploymentID
 from ingress.schema import (
@@ -97,9 +98,10 @@ def _docs(application: RunningApplication) -> str | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FailedStart:
-    """An application whose start failed: its name and prefix stay taken. Keeps no user object.
+    """An application whose start failed: its name and prefix stay taken.
 
-    `problems` has the message of each of its deployments, children first.
+    `problems` has the message of each of its deployments, children first. Of the user's objects it
+    keeps only `app`, which its module has too.
     """
 
     name: str
@@ -107,6 +109,7 @@ class FailedStart:
     deployed_at_s: float
     message: str
     problems: Mapping[str, str]
+    app: Any
 
     @classmethod
     def of(
@@ -131,6 +134,7 @@ class FailedStart:
             application.deployed_at_s,
             str(error),
             problems,
+            application.app,
         )
 
     @property

@@ -19,6 +19,7 @@ Serving, for each replica and request:
     guard            containment of failures in their request
     template         the path template of the route that was found
     responses, chunks, bad_results
+    cors             the headers for CORS of answers that the server makes in its place
     unbound          the answer of an app that is served without its deployment
 
 Acceleration:

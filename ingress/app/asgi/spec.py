@@ -125,9 +125,14 @@ class BoundApp:
         return [Part("app builder", build, Role.LIFECYCLE)]
 
     @property
+    def app(self) -> Any:
+        """The user's app, `None` for an app that is built per replica."""
+        return None if self._latest is None else self._latest.app
+
+    @property
     def docs_path(self) -> str | None:
         """The path of FastAPI's interactive documentation, `None` if there is none."""
-        app = None if self._latest is None else self._latest.app
+        app = self.app
         return app.docs_url if isinstance(app, FastAPI) and app.openapi_url else None
 
 

@@ -131,7 +131,7 @@ class RayReplica:
         timeout_s = self._config.graceful_shutdown_timeout_s
         self._router = Router(self._deployment, graceful_shutdown_timeout_s=timeout_s)
         bound_app = bound_app_of(target)
-        self._router.has_app = bound_app is not None
+        self._router.bound_app = bound_app
         self._replica = Replica(
             replica_id,
             partial(

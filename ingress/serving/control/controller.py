@@ -189,7 +189,7 @@ class Controller:
             backpressure=config.backpressure_config,
             max_retries=self._settings.max_retries,
             later=partial(mailbox_of(loop).post, loop.call_later),  # in any thread
-            templates=None if built.bound_app is None else built.bound_app.templates(),
+            bound_app=built.bound_app,
             routing=config.request_router_config,
             graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
         )

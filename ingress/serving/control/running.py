@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from random import random
+from typing import Any
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.config import DeploymentConfig
@@ -436,7 +437,7 @@ class RunningDeployment:
         bound_app = version.built.bound_app
         self.router.limit(version.config.max_queued_requests, version.config.backpressure_config)
         self.router.graceful_shutdown_timeout_s = version.config.graceful_shutdown_timeout_s
-        self.router.has_app = bound_app is not None
+        self.router.bound_app = bound_app
         if bound_app is not None:
             self.router.templates = bound_app.templates()
         self.desire(count=version.count, version=version.number, config=version.config_number)
@@ -517,6 +518,7 @@ class RunningApplication:
     name: str
     route_prefix: str | None
     proxy: HTTPProxy
+    app: Any = None  # of the user, for answers while it starts
     deployments: dict[str, RunningDeployment] = field(default_factory=dict)
     status: ApplicationStatus = ApplicationStatus.DEPLOYING
     message: str = ""

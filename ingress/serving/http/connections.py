@@ -29,11 +29,12 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import h11
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ingress.core.base.settings import HTTPLimits
-from ingress.serving.http.compat import H11Protocol, HttpToolsProtocol
+from ingress.serving.http.compat import H11Protocol, HttpToolsProtocol, ProxyHeadersMiddleware
+from ingress.serving.http.proxy import HTTPProxy
 from ingress.serving.http.uvicorn_connection import close_header
 from ingress.telemetry.logs import logger
 
@@ -200,9 +201,11 @@ class Guarded(_Uvicorns):
         if len(self.headers) > HEADER_FIELDS or (
             self._unparsed > self._max_bytes and self._head_bytes() > self._max_bytes
         ):
-            self.app = self._answer_too_large
+            self.app = partial(_answer_refused, self.app, 431, self._too_large)
         elif doubt := self._doubt(version):
-            self.app = partial(_answer_doubtful, doubt)
+            self.app = partial(
+                _answer_refused, self.app, 400, f"The request is malformed: {doubt}."
+            )
         self._unparsed = 0
 
     def _doubt(self, version: str) -> str:
@@ -244,10 +247,6 @@ class Guarded(_Uvicorns):
             f"{self._max_bytes} bytes and {HEADER_FIELDS} fields."
         )
 
-    async def _answer_too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = PlainTextResponse(self._too_large, 431, close_header(receive))
-        await response(scope, receive, send)
-
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that the parser refuses; h11 also refuses one that is too long."""
         if self._unparsed > self._max_bytes:
@@ -287,9 +286,17 @@ class Guarded(_Uvicorns):
         self.loop.call_later(LINGER_S, transport.close)
 
 
-async def _answer_doubtful(doubt: str, scope: Scope, receive: Receive, send: Send) -> None:
-    text = f"The request is malformed: {doubt}."
-    await PlainTextResponse(text, 400, close_header(receive))(scope, receive, send)
+async def _answer_refused(
+    app: Any, status: int, text: str, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Refuse a request whose head is complete. `app` is the server's, which does not see it."""
+    response: Response = PlainTextResponse(text, status)
+    app = app.app if type(app) is ProxyHeadersMiddleware else app
+    proxy = getattr(app, "proxy", app)  # of a worker process
+    if isinstance(proxy, HTTPProxy):
+        response = proxy.allowing_origin(scope, response)
+    response.headers.update(close_header(receive))
+    await response(scope, receive, send)
 
 
 class GuardedH11(Guarded, H11Protocol):

@@ -17,6 +17,7 @@ from time import monotonic
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from ingress.app.asgi.cors import allowing_origin
 from ingress.app.asgi.responses import error_response, refusal_of
 from ingress.core.base.counters import CLIENT_LEFT, LATENCY_BUCKETS_MS
 from ingress.core.base.types import DeploymentID, RequestMetadata
@@ -209,7 +210,8 @@ async def _send_error(
         if reason is not None:
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
         return reason is not None
-    response = error_response(error, of_app=reply.router.has_app)
+    response = error_response(error, of_app=reply.router.bound_app is not None)
+    response = allowing_origin(reply.router.app, reply.call.metadata.route, scope, response)
     reply.status = response.status_code
     if reply.body is not None and reply.body.is_open:
         await answer_and_close(response, scope, receive, send)

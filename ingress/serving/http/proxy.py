@@ -14,16 +14,19 @@ import json
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi import ASGI
-from ingress.app.asgi.responses import send_refusal
+from ingress.app.asgi.cors import allowing_origin, has_origin
+from ingress.app.asgi.responses import refusal, send_refusal
 from ingress.app.declaration.declaration import Application
 from ingress.core.base.counters import HTTPCounts
+from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.retries import RetryBudget
+from ingress.exceptions import BackPressureError
 from ingress.serving.http.access import AccessLine, leave_out, note_call
 from ingress.serving.http.asgi_messages import (
     GOING_AWAY,
@@ -57,20 +60,31 @@ _SOON = {"retry-after": "1"}  # while an application starts
 class Route:
     """The route of one prefix, which is "/", or begins with "/" and does not end with it.
 
-    `router` is `None` while the application starts, and after its start failed.
+    `router` is `None` while the application starts, and after its start failed; then `app` is the
+    user's.
     """
 
     prefix: str
     app_name: str
     router: Router | None
+    app: Any = None
     has_failed: bool = False
+
+
+class Unserved(Protocol):
+    """An application that has a prefix and does not serve."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def app(self) -> Any: ...
 
 
 class RouteTable:
     """The routes, longest prefix first. Replaced as a whole, so any thread may read it.
 
-    `starting` maps the prefixes of starting applications to their names, `failed` those of
-    applications whose start failed.
+    `starting` has the starting applications by prefix, `failed` those whose start failed.
     """
 
     __slots__ = ("_ordered", "is_ready", "is_starting", "routes")
@@ -78,15 +92,15 @@ class RouteTable:
     def __init__(
         self,
         routers: Mapping[str, Router] | None = None,
-        starting: Mapping[str, str] | None = None,
-        failed: Mapping[str, str] | None = None,
+        starting: Mapping[str, Unserved] | None = None,
+        failed: Mapping[str, Unserved] | None = None,
     ) -> None:
         self.routes = {
-            prefix: Route(prefix, name, None, has_failed=True)
-            for prefix, name in (failed or {}).items()
+            prefix: Route(prefix, each.name, None, each.app, has_failed=True)
+            for prefix, each in (failed or {}).items()
         }
-        for prefix, name in (starting or {}).items():
-            self.routes[prefix] = Route(prefix, name, None)
+        for prefix, each in (starting or {}).items():
+            self.routes[prefix] = Route(prefix, each.name, None, each.app)
         for prefix, router in (routers or {}).items():
             self.routes[prefix] = Route(prefix, router.deployment_id.app_name, router)
         self.is_ready = bool(routers)
@@ -100,6 +114,34 @@ class RouteTable:
             if prefix == "/" or path == prefix or path.startswith(prefix + "/"):
                 return route
         return None
+
+
+def _allowing_origin(route: Route | None, scope: Scope, response: Response) -> Response:
+    if route is None:
+        return response
+    app = route.app if route.router is None else route.router.app
+    return allowing_origin(app, route.prefix, scope, response)
+
+
+def _turn_away(
+    refused: BackPressureError,
+    router: Router,
+    metadata: RequestMetadata,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> Coroutine[Any, Any, None]:
+    """Count a request that finds the queue full, and return the coroutine that answers it."""
+    prefix, status, response = metadata.route, refused.status_code, None
+    if has_origin(scope):
+        response = allowing_origin(router.app, prefix, scope, refusal(refused))
+        status = response.status_code
+    root_path = scope.get("root_path", "") + prefix.rstrip("/")
+    label = router.templates.label({"path": scope["path"], "root_path": root_path}, prefix)
+    router.http.of(get_ident(), label, scope["method"], status).add(0.0)
+    if response is None:
+        return send_refusal(refused, metadata.request_id, send)
+    return response(scope, receive, adding_request_id(send, metadata.request_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +217,7 @@ class HTTPProxy:
         if is_bodiless and not router.available and scope["type"] == "http":
             refused = router.turns_away(metadata.deadline)
             if refused is not None:
-                method, status = scope["method"], refused.status_code
-                seen = {"path": scope["path"], "root_path": root_path + prefix.rstrip("/")}
-                label = router.templates.label(seen, prefix)
-                router.http.of(get_ident(), label, method, status).add(0.0)
-                return send_refusal(refused, metadata.request_id, send)
+                return _turn_away(refused, router, metadata, scope, receive, send)
         # What user code gets: with the request's id, and without a mounting app.
         inner: Scope = {**scope, "asgi": ASGI, "headers": headers}
         if "router" in inner:  # of an app that mounts this one; links need the app's own router
@@ -207,6 +245,13 @@ class HTTPProxy:
         if now:
             reply.call.started_at = now
         return reply
+
+    def allowing_origin(self, scope: Scope, response: Response) -> Response:
+        """Return a refusal with the headers for CORS of the application that the path names."""
+        path, root_path = scope["path"], scope.get("root_path", "")
+        if root_path and (path + "/").startswith(root_path + "/"):
+            path = path[len(root_path) :] or "/"
+        return _allowing_origin(self.table.match(path), scope, response)
 
     def _builtin(self, path: str, scope: Scope, receive: Receive) -> Response | None:
         if path == HEALTHZ:
@@ -276,9 +321,10 @@ class HTTPProxy:
             code, status, headers = NORMAL, 404, {}
             text = f"Path '{path}' not found. Ping http://.../-/routes for available routes."
         method, prefix = scope.get("method", "WS"), "" if route is None else route.prefix
-        self.unrouted.of(get_ident(), prefix, method, status).add(0.0)
+        response: Response = PlainTextResponse(text, status, headers)
+        response = _allowing_origin(route, scope, response)
+        self.unrouted.of(get_ident(), prefix, method, response.status_code).add(0.0)
         if is_denied:
             await send({"type": "websocket.close", "code": code, "reason": text[:100]})
             return
-        response = PlainTextResponse(text, status, headers)
         await response(scope, receive, adding_request_id(send, request_id_of(scope)))

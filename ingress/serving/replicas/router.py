@@ -24,7 +24,7 @@ from random import random
 from time import monotonic
 from typing import Any
 
-from ingress.app.asgi import RouteTemplates
+from ingress.app.asgi import BoundApp, RouteTemplates
 from ingress.config import BackpressureConfig, RequestRouterConfig
 from ingress.core.base.counters import HTTPCounts
 from ingress.core.base.types import DeploymentID
@@ -54,7 +54,7 @@ class Router:
     __slots__ = (
         "_backpressure", "_chooser", "_held", "_holders", "_idle", "_last", "_later",
         "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
-        "available", "deployment_id", "graceful_shutdown_timeout_s", "has_app", "http",
+        "available", "bound_app", "deployment_id", "graceful_shutdown_timeout_s", "http",
         "max_queued_requests", "num_expired", "num_rejected", "num_requests", "num_retries",
         "num_shed", "replicas", "templates",
     )  # fmt: skip
@@ -67,13 +67,13 @@ class Router:
         backpressure: BackpressureConfig | None = None,
         max_retries: int = 10,
         later: Callable[[float, Callable[[], Any]], Any] = lambda delay_s, callback: callback(),
-        templates: RouteTemplates | None = None,
+        bound_app: BoundApp | None = None,
         routing: RequestRouterConfig | None = None,
         graceful_shutdown_timeout_s: float = 20.0,
     ) -> None:
         self.deployment_id = deployment_id
-        self.templates = templates or RouteTemplates()
-        self.has_app = templates is not None  # of `@serve.ingress`
+        self.bound_app = bound_app  # of `@serve.ingress`
+        self.templates = RouteTemplates() if bound_app is None else bound_app.templates()
         self.max_queued_requests = max_queued_requests
         self.graceful_shutdown_timeout_s = graceful_shutdown_timeout_s
         self._backpressure = backpressure or BackpressureConfig()
@@ -113,6 +113,14 @@ class Router:
     def num_queued(self) -> int:
         """The number of calls that wait for a slot: `serve_deployment_queued_queries`."""
         return len(self._waiting) + len(self._resting)
+
+    @property
+    def app(self) -> Any:
+        """The app of a replica here, else the user's; `None` without one. Thread-safe."""
+        if self.bound_app is None:
+            return None
+        here = (each.context.asgi_app for each in self.replicas.copy())
+        return next(filter(None, here), self.bound_app.app)
 
     def held_s(self) -> float:
         """Return for how many seconds the same calls have held all slots; 0.0 if one is free.
