@@ -38,6 +38,7 @@ from ingress.config import LoggingConfig
 from ingress.core.base import gil
 from ingress.core.base.settings import (
     ENGINES,
+    EVENT_LOOP,
     FIRST_FD,
     METRICS_ROUTES,
     TRACING,
@@ -49,6 +50,7 @@ from ingress.core.base.settings import (
     log_encoding,
 )
 from ingress.core.base.standard_streams import make_lossy
+from ingress.core.calls.loops import loop_class
 from ingress.engines import local_engine
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 from ingress.serving.http.address import Address
@@ -91,6 +93,8 @@ def run(**typed: Any) -> None:
     variables = {} if file is None else prepare(file)
     if options.tracing:
         export({TRACING: "1"})
+    if options.loop is not None:
+        _choose_loop(options.loop, options.app_dir)
     settings = read_settings()
     engine = options.engine or settings.engine
     _check_engine(engine, options, server)
@@ -114,6 +118,14 @@ def run(**typed: Any) -> None:
 run.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     RunOptions, eval_str=True
 ).replace(return_annotation=None)
+
+
+def _choose_loop(name: str, app_dir: Path) -> None:
+    if ":" in name:
+        sys.path.insert(0, str(app_dir.resolve()))
+    with refusing(ValueError):
+        loop_class(name)
+    export({EVENT_LOOP: name})
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -140,6 +152,7 @@ def _check_engine(engine: str, options: RunOptions, server: ServerOptions) -> No
         (options.http_threads > 1, "--http-threads is", "Ray's proxies are processes"),
         (has_admin, "--admin and --admin-token are", metrics),
         (options.metrics_routes, "--metrics-routes is", "leave it out: the metrics are Ray's"),
+        (options.loop, "--loop is", "leave it out: Ray starts the processes"),
         (server.drain_delay_s, "--drain-delay is", "leave it out: the proxies are Ray's"),
     ):
         if is_given:

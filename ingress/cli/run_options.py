@@ -334,6 +334,15 @@ class RunOptions:
             help="Replace a worker that is silent so long.  [default: 30]",
         ),
     ] = None
+    loop: Annotated[
+        str | None,
+        _option(
+            _PROCESSES,
+            metavar="auto|asyncio|uvloop|MODULE:NAME",
+            help="Event loops of the server and of user code.  [default: INGRESS_EVENT_LOOP, or "
+            "auto: uvloop if it is installed]",
+        ),
+    ] = None
     engine: Annotated[
         str | None, _option(None, help="local: this machine; ray: a Ray cluster.  [default: local]")
     ] = None

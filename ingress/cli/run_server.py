@@ -45,7 +45,7 @@ from ingress.cli.worker_commands import WorkersCommands, snapshot_of_workers
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
 from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped
-from ingress.core.base.settings import ENGINE, OMP_NUM_THREADS, Settings, export
+from ingress.core.base.settings import ENGINE, OMP_NUM_THREADS, Settings, event_loop, export
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
 from ingress.observe.inspection.budget import ThreadBudget, thread_budget
@@ -256,11 +256,12 @@ def serve_in_new_processes(
     address = server.address(options, settings)
     with refusing(RuntimeError):
         bound = address.bind()
+    is_own = not settings.run_user_code_in_separate_thread or event_loop() != "auto"
     made = uvicorn.Config(
         served.target,
         timeout_graceful_shutdown=math.ceil(drain_s) + 1,
         # A loop that runs user code reports calls from other threads.
-        loop="auto" if settings.run_user_code_in_separate_thread else NEW_EVENT_LOOP,
+        loop=NEW_EVENT_LOOP if is_own else "auto",
         **{"timeout_worker_healthcheck": SILENCE_S, **config},
         **server.uvicorn_arguments(options, limits),
     )

@@ -49,6 +49,7 @@ from ingress.app.asgi import log_if_not_callable
 from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
 from ingress.context import REPLICA, AppLifespan
+from ingress.core.base.settings import EVENT_LOOP, event_loop, export
 from ingress.core.calls.loops import Wakeup, asyncio_loop, new_event_loop, run_on, start_on
 from ingress.engines.applications import CLOSED, INTERRUPTED, Start
 from ingress.engines.local import LocalEngine
@@ -159,6 +160,14 @@ def _uvicorn_server() -> _StoppingServer | None:
     """
     server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return server if hasattr(server, "should_exit") else None
+
+
+def _take_over_loop() -> None:
+    """Have the loops of replicas be of the kind that uvicorn's `--loop` names."""
+    name = getattr(getattr(_uvicorn_server(), "config", None), "loop", "auto")
+    kinds = {"none": "asyncio", "asyncio": "asyncio", "uvloop": "uvloop"}
+    if event_loop() == "auto" and isinstance(name, str) and (name in kinds or ":" in name):
+        export({EVENT_LOOP: kinds.get(name, name)})
 
 
 class Hosted:
@@ -288,6 +297,7 @@ class Hosted:
     @asynccontextmanager
     async def lifespan(self, *, is_servers: bool = True) -> AsyncIterator[None]:
         """Start the application for a lifespan, on its loop, and stop it at the end."""
+        _take_over_loop()
         with self._drain.watching(self._end_starts):
             await self.start(None if self._callers_loop else asyncio.get_running_loop())
             with self._lock:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 
 from ingress.app.declaration.declaration import Application, Deployment
+from ingress.core.base.foreign import dict_of
 from ingress.core.base.signatures import signature_of
 
 
@@ -77,6 +78,12 @@ def load(
     hint = "decorate its class with @serve.deployment and bind it"
     if bound and callable(found) and not isinstance(found, type):
         hint = f"did you mean {module_name}:{bound[0]}?"
+        if any(isinstance(each, Application) for each in dict_of(found).values()):
+            hint = (
+                "what is around an application is not served: give the middleware to the FastAPI "
+                f"app, app.add_middleware({type(found).__name__}, ...), and name the application, "
+                f"such as {module_name}:{bound[0]}; or serve both by uvicorn {target}"
+            )
     elif isfunction(found) and not is_factory:
         hint = "if it returns an application, add --factory"
     elif isinstance(found, Starlette):

@@ -34,6 +34,7 @@ engine reads the environment again.
     INGRESS_BODY_IDLE_TIMEOUT_S                 30   seconds without a byte of a body; 0: any time
     INGRESS_MIN_BODY_RATE                      240   bytes a second of a body at least; 0: any rate
     INGRESS_MAX_BODY_SIZE                        0   bytes of a body at most; 0: no limit
+    INGRESS_EVENT_LOOP                        auto   event loops, as `ingress run --loop` takes them
     INGRESS_START_METHOD                     spawn   start of child processes: spawn or forkserver
     INGRESS_PIN_CPUS                             0   `num_cpus` cores for each child process
     INGRESS_RUNTIME_DIR                              folder of the control sockets
@@ -90,6 +91,7 @@ BODY_BUFFER_BYTES = "INGRESS_BODY_BUFFER_BYTES"
 BODY_IDLE_TIMEOUT_S = "INGRESS_BODY_IDLE_TIMEOUT_S"
 MIN_BODY_RATE = "INGRESS_MIN_BODY_RATE"
 MAX_BODY_SIZE = "INGRESS_MAX_BODY_SIZE"
+EVENT_LOOP = "INGRESS_EVENT_LOOP"
 START_METHOD = "INGRESS_START_METHOD"
 PIN_CPUS = "INGRESS_PIN_CPUS"
 PINNED_CPUS = "INGRESS_PINNED_CPUS"
@@ -419,6 +421,11 @@ def log_encoding() -> str | None:
 def engine_name(env: Mapping[str, str] = os.environ) -> str:
     """Return the engine that the environment names. Raises `ValueError` for an unknown name."""
     return _word(env, ENGINE, ENGINES) or "local"
+
+
+def event_loop(env: Mapping[str, str] = os.environ) -> str:
+    """Return the kind of all event loops: auto, asyncio, uvloop, or MODULE:NAME."""
+    return env.get(EVENT_LOOP) or "auto"
 
 
 def start_method(env: Mapping[str, str] = os.environ) -> str:

@@ -13,6 +13,7 @@ them.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import sys
@@ -29,17 +30,20 @@ from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from ingress.core.base import gil
+from ingress.core.base.settings import event_loop
 from ingress.core.base.signals import LOOK_S
 from ingress.core.calls.spawning import take_turns
 from ingress.core.calls.wrong_thread import report
 
+_asyncios: Any
+if sys.platform == "win32":
+    from asyncio import ProactorEventLoop as _asyncios
+else:
+    from asyncio import SelectorEventLoop as _asyncios
 try:
-    from uvloop import Loop as _Loop
+    from uvloop import Loop as _uvloops
 except ImportError:  # Windows, or installed without the extra
-    if sys.platform == "win32":
-        from asyncio import ProactorEventLoop as _Loop
-    else:
-        from asyncio import SelectorEventLoop as _Loop  # type: ignore[assignment,unused-ignore]
+    _uvloops = None  # type: ignore[assignment,misc,unused-ignore]
 
 if sys.platform != "win32":  # Windows has no limit of open files
     import resource
@@ -108,6 +112,8 @@ def _call_soon_elsewhere(
     loop = ref()
     if loop is None or loop.is_closed():
         raise RuntimeError("Event loop is closed")
+    if running_loop() is loop:  # nest_asyncio has replaced its `run_forever`
+        return super(ThreadAware, loop).call_soon(callback, *args, context=context)  # type: ignore[no-any-return, misc]
     context = copy_context() if context is None else context
     handle = asyncio.Handle(callback, args, loop, context)
     run = partial(_run_handle, handle, callback, args)
@@ -141,12 +147,8 @@ def _run_handle(
         callback(*args)
 
 
-class _ThreadAwareLoop(ThreadAware, _Loop):  # type: ignore[misc]
-    """A loop of uvloop, or asyncio's, that is aware of threads."""
-
-
-class _GuardedLoop(_ThreadAwareLoop):
-    """A loop that is not closed while another thread wakes it.
+class _Guarded(ThreadAware):
+    """The first base class of loops that are not closed while another thread wakes them.
 
     Without the GIL, uvloop 0.23 crashes then: `call_soon_threadsafe` finds the loop open, and uses
     what `close` has freed meanwhile. A thread may take the lock again: a finalizer may post.
@@ -156,22 +158,61 @@ class _GuardedLoop(_ThreadAwareLoop):
         self._waking = threading.RLock()
         super().__init__()
 
-    def call_soon_threadsafe(  # type: ignore[override]
+    def call_soon_threadsafe(
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         with self._waking:
-            return super().call_soon_threadsafe(callback, *args, context=context)
+            return super().call_soon_threadsafe(callback, *args, context=context)  # type: ignore[misc,no-any-return]
 
     def close(self) -> None:
         with self._waking:
-            super().close()
+            super().close()  # type: ignore[misc]
+
+
+def loop_class(name: str) -> Any:
+    """Return the class of a kind of event loops, as `ingress run --loop` takes it.
+
+    Raises `ValueError` if there is none.
+    """
+    if name == "uvloop" and _uvloops is None:
+        raise ValueError(
+            "the event loop uvloop is not installed; install it (python -m pip install uvloop), or "
+            "choose asyncio"
+        )
+    module, _, attribute = name.partition(":")
+    if name in ("auto", "asyncio", "uvloop"):
+        return _asyncios if name == "asyncio" or _uvloops is None else _uvloops
+    try:
+        found: Any = attrgetter(attribute)(importlib.import_module(module)) if attribute else None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the event loop {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(
+            f"the event loop must be auto, asyncio, uvloop, or MODULE:NAME of a class or a "
+            f"function that makes one, got {name!r}"
+        )
+    if not isinstance(found, type):
+        try:
+            made = found()
+            made.close()
+        except Exception as error:
+            raise ValueError(f"the event loop {name!r} makes no loop: {error}") from error
+        found = type(made)
+    if not issubclass(found, asyncio.AbstractEventLoop):
+        raise ValueError(f"the event loop {name!r} is a {found.__name__}, which is no event loop")
+    return found
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new loop, of uvloop if that is installed."""
-    loop = _GuardedLoop() if gil.IS_FREE_THREADED else _ThreadAwareLoop()
+    """Return a new loop: of uvloop if that is installed, or as `INGRESS_EVENT_LOOP` says.
+
+    Each has a class of its own: nest_asyncio replaces methods in the class of a loop that it
+    patches, and would take them from all others.
+    """
+    bases = (_Guarded if gil.IS_FREE_THREADED else ThreadAware, loop_class(event_loop()))
+    loop: Any = type("EventLoop", bases, {})()
     take_turns(weakref.ref(loop))  # weak: a loop ends without the garbage collector
-    return loop
+    return loop  # type: ignore[no-any-return]
 
 
 def _drop(callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -329,7 +370,7 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
         if mailbox is None:
             # The mailbox must not keep its own key alive, hence the weak proxy.
             mailbox = _mailboxes[loop] = Mailbox(weakref.proxy(loop))
-            if isinstance(loop, _Loop) and not isinstance(loop, _ThreadAwareLoop):  # a server's
+            if not isinstance(loop, ThreadAware):  # a server's; no effect on asyncio's
                 mailbox.post(take_turns, weakref.ref(loop))
     last.loop, last.mailbox = weakref.ref(loop), mailbox
     return mailbox

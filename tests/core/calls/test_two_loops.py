@@ -20,12 +20,13 @@ import ingress as serve
 from ingress.core.calls.loops import (
     EventLoopThread,
     ThreadAware,
+    loop_class,
     new_event_loop,
     run_blocking,
     start_on,
 )
 from tests.loop_apps import WITH_ASYNCIO_ALONE, fresh
-from tests.programs import INGRESS, environment, process, write_module
+from tests.programs import INGRESS, UVICORN, environment, process, write_module
 from tests.servers import PATIENCE_S, bind, get, result, served, turns, wait_until
 
 CLIENTS = 12
@@ -347,3 +348,92 @@ def test_a_loop_that_has_ended_is_gone_without_the_garbage_collector(home: Event
         assert gone() is None
     finally:
         gc.enable()
+
+
+# `INGRESS_EVENT_LOOP`, which `ingress run --loop` sets.
+
+
+class OfTheUser(asyncio.SelectorEventLoop):
+    pass
+
+
+def make_loop() -> asyncio.AbstractEventLoop:
+    return OfTheUser()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("asyncio", asyncio.SelectorEventLoop),
+        (f"{__name__}:OfTheUser", OfTheUser),
+        (f"{__name__}:make_loop", OfTheUser),
+    ],
+)
+def test_a_loop_is_of_the_kind_that_was_chosen_and_aware_of_threads(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: type
+) -> None:
+    monkeypatch.setenv("INGRESS_EVENT_LOOP", name)
+    loop = new_event_loop()
+    try:
+        assert isinstance(loop, kind)
+        assert isinstance(loop, ThreadAware)
+    finally:
+        loop.close()
+
+
+def test_a_library_may_replace_the_methods_of_one_loops_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("INGRESS_EVENT_LOOP", "asyncio")
+    patched, other = new_event_loop(), new_event_loop()
+    try:
+        # As nest_asyncio does: from then on `ThreadAware` does not hear of the loop's thread.
+        type(patched).run_forever = asyncio.SelectorEventLoop.run_forever  # type: ignore[assignment,method-assign]
+        assert "run_forever" not in vars(type(other))
+        assert patched.run_until_complete(asyncio.sleep(0, "done")) == "done"
+    finally:
+        patched.close()
+        other.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bogus", "must be auto, asyncio, uvloop, or MODULE:NAME"),
+        ("nowhere:Loop", "cannot be imported"),
+        ("json:loads", "makes no loop"),
+        ("pathlib:Path", "no event loop"),
+    ],
+)
+def test_a_kind_that_does_not_exist_is_refused(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        loop_class(name)
+
+
+KIND = """
+import asyncio
+from fastapi import FastAPI
+import ingress as serve
+
+app = FastAPI()
+
+@serve.deployment
+@serve.ingress(app)
+class Api:
+    @app.get("/")
+    async def root(self): return isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
+
+api = Api.bind()
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [UVICORN, [*INGRESS, "run", "--port", "0"]], ids=["uvicorn", "ingress"]
+)
+def test_the_loop_of_the_command_line_is_that_of_replicas(
+    tmp_path: Path, command: list[str]
+) -> None:
+    write_module(tmp_path, "kinds", KIND)
+    environ = environment(tmp_path)
+    with process([*command, "kinds:api", "--loop", "asyncio"], tmp_path, environ) as server:
+        assert get(server.port, "/").body == b"true"
