@@ -8,12 +8,13 @@ import ssl
 import sys
 import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import typer
 import uvicorn
-from uvicorn.config import SSL_PROTOCOL_VERSION, create_ssl_context
+from uvicorn.config import HTTP_PROTOCOLS, SSL_PROTOCOL_VERSION, create_ssl_context
 
 from ingress.api import RunTarget
 from ingress.app.config_file.loading import ConfigFile, is_config_file
@@ -32,7 +33,7 @@ from ingress.cli.run_server import (
     start_again_if_needed,
 )
 from ingress.cli.target import read_file, refusal, refusing, reporting_mistakes
-from ingress.cli.terminal import LOGGING, print_plan
+from ingress.cli.terminal import LOGGING, console, print_plan
 from ingress.cli.worker import Served
 from ingress.config import LoggingConfig
 from ingress.core.base import gil
@@ -55,7 +56,7 @@ from ingress.engines import local_engine
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 from ingress.serving.http.address import Address
 from ingress.serving.http.admin_address import OFF
-from ingress.serving.http.server_options import ServerOptions
+from ingress.serving.http.server_options import ZTTP, ServerOptions
 from ingress.telemetry.logs.options import LOGS
 from ingress.telemetry.logs.process import ProcessLogs
 
@@ -102,6 +103,7 @@ def run(**typed: Any) -> None:
         server = replace(server, uvicorn={**server.uvicorn, "access_log": False})
     _check_server(server, options)
     _check_workers(options)
+    _check_parser(server)
     replaced = Replaced()
     if options.replace:
         if engine == "ray" or options.reload:
@@ -239,6 +241,40 @@ def _check_http_threads(options: RunOptions) -> None:
         raise refusal("--http-threads needs a socket for each thread: give --host and --port")
     if sys.platform != "linux":
         raise refusal(f"only Linux distributes connections among sockets of one port: {instead}")
+
+
+def _check_parser(server: ServerOptions) -> None:
+    """Refuse a parser of HTTP that is not there, and limits that it does not hold."""
+    parser, http2 = server.uvicorn.get("http", "auto"), server.uvicorn.get("http2", False)
+    if parser not in ("auto", "h11", "httptools", ZTTP):
+        raise refusal(f"--http must be auto, h11, httptools or zttp, got {parser!r}")
+    if http2 and parser != ZTTP:
+        raise refusal("--http2 needs --http zttp; give both, or leave out --http2")
+    if parser not in ("auto", "h11") and find_spec(parser) is None:
+        raise refusal(f"--http {parser} needs it: python -m pip install {parser}")
+    if parser != ZTTP:
+        return
+    if parser not in HTTP_PROTOCOLS or (
+        http2 and "http2" not in inspect.signature(uvicorn.Config).parameters
+    ):
+        name, since = ("--http2", "0.53") if http2 else ("--http zttp", "0.52")
+        raise refusal(
+            f"{name} needs uvicorn {since} or newer, and {uvicorn.__version__} is installed: "
+            f"python -m pip install 'uvicorn>={since}'"
+        )
+    if given := sorted(_OF_CONNECTIONS & server.http.keys()):
+        raise refusal(
+            f"{given[0]} has no effect with --http zttp, whose connections are "
+            "uvicorn's; leave out one of them"
+        )
+    text = (
+        "with --http zttp there are no limits for connections and headers: limit_connections, "
+        "max_header_bytes, header_timeout_s. Those for bodies hold for each request"
+    )
+    console.print(f"[dim]{text}[/dim]", highlight=False, soft_wrap=True)
+
+
+_OF_CONNECTIONS = {"limit_connections", "max_header_bytes", "header_timeout_s"}
 
 
 def _configured_logs(options: RunOptions, file: ConfigFile | None) -> ProcessLogs:

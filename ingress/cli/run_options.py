@@ -128,6 +128,19 @@ class RunOptions:
             help="Listen on the socket of this inherited file descriptor instead.",
         ),
     ] = None
+    http: Annotated[
+        str | None,
+        _option(
+            _ADDRESS,
+            metavar="auto|h11|httptools|zttp",
+            help="Parser of HTTP; zttp has no limits for connections and headers."
+            "  [default: auto: httptools if it is installed]",
+        ),
+        UVICORN,
+    ] = None
+    http2: Annotated[
+        bool, _option(_ADDRESS, "--http2", help="Speak HTTP/2 too, with --http zttp."), UVICORN
+    ] = False
     root_path: Annotated[
         str | None,
         _option(

@@ -142,7 +142,7 @@ class Served:
         options = local_engine().http.options
         limits = options.limits(Settings.from_environment().http_limits)
         for name, value in self.server.uvicorn_arguments(options, limits).items():
-            if name not in self.server.uvicorn:
+            if name not in self.server.uvicorn or name == "http":
                 setattr(config, name, value)
 
     def load(self) -> ASGIApp:

@@ -332,6 +332,12 @@ REFUSED = {
     "no-key": (["--ssl-certfile", "app.py"], "--ssl-certfile needs a certificate and its key"),
     "no-certificate": (["--ssl-ciphers", "x"], "give both --ssl-certfile and --ssl-keyfile"),
     "not-pem": (["--ssl-certfile", "app.py", "--ssl-keyfile", "app.py"], "the files are PEM"),
+    "no-parser": (["--http", "x"], "--http must be auto, h11, httptools or zttp, got 'x'"),
+    "http2-alone": (["--http2"], "--http2 needs --http zttp"),
+    "no-loop": (
+        ["--loop", "bogus"],
+        "the event loop must be auto, asyncio, uvloop, or MODULE:NAME",
+    ),
     "no-logging": (["--log-config", "app.py"], "--log-config 'app.py' cannot be used"),
     "no-workers": (["--timeout-worker-healthcheck", "9"], "is for --workers"),
     "both": (["--reload", "--workers", "2"], "--reload serves in one process"),

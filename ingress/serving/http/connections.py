@@ -64,25 +64,27 @@ class Connections:
     A worker process gets only the limits, and makes its own.
     """
 
-    def __init__(self, limits: HTTPLimits) -> None:
+    def __init__(self, limits: HTTPLimits, parser: str = "auto") -> None:
         self.limits = limits
         self.opened: list[set[Any]] = []  # of the servers on one address; else its own
+        self._parser = parser
         self._awaited: dict[Guarded, float] = {}  # by deadline, because all have the same timeout
         self._is_looking = False
         self._quiet_until = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Connections, (self.limits,)
+        return Connections, (self.limits, self._parser)
 
     def beside(self) -> Connections:
         """Return those of another loop of the same server, with which it shares its limit."""
-        other = Connections(self.limits)
+        other = Connections(self.limits, self._parser)
         other.opened = self.opened
         return other
 
     def __call__(self, **given: Any) -> asyncio.Protocol:
         """Make the protocol of one connection; called by uvicorn."""
-        return PROTOCOL(self, **given)
+        protocol = GuardedH11 if self._parser == "h11" else PROTOCOL
+        return protocol(self, **given)
 
     def options(self) -> dict[str, Any]:
         """Return the arguments for `uvicorn.Config`."""

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ingress.serving.http.admin_address import AdminOptions
 
 
+ZTTP = "zttp"
+"""The parser of uvicorn's whose connections have no limits of ours: those of ASGI hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The options of a command line, which take precedence over those of `serve.start`.
@@ -63,6 +67,7 @@ class ServerOptions:
         """Return arguments of `uvicorn.Config`; `options` are those that `over` returns."""
         from ingress.serving.http.connections import Connections  # imports uvicorn
 
+        parser = self.uvicorn.get("http", "auto")
         return {
             "root_path": options.root_path,
             "timeout_keep_alive": int(options.keep_alive_timeout_s),
@@ -70,6 +75,6 @@ class ServerOptions:
             "ssl_certfile": options.ssl_certfile,
             "ssl_keyfile_password": options.ssl_keyfile_password,
             "ssl_ca_certs": options.ssl_ca_certs,
-            **Connections(limits).options(),
             **self.uvicorn,
+            **({} if parser == ZTTP else Connections(limits, parser).options()),
         }
