@@ -1,9 +1,10 @@
-"""IG103 to IG106: code that a `def` may run on an event loop, but not in a thread.
+"""IG103 to IG107: code that a `def` may run on an event loop, but not in a thread; settings of all.
 
     asyncio.create_task(...), self.loop.call_soon(...), self.event.set()    IG103
     an `async def` below a decorator that returns a `def`                   IG104
     return self._predict_async(x)                                           IG105
     self.db = sqlite3.connect(...) in the constructor, used in a method     IG106
+    os.environ["PORT"] = "1" in the constructor                             IG107
 
 `subjects`, which follows decorators, finds IG104.
 """
@@ -49,6 +50,36 @@ _THREAD_STATE = {
     "torch.cuda.set_device": "the current CUDA device",
     "torch.set_grad_enabled": "PyTorch's gradient mode",
 }
+
+_OF_PROCESS = {
+    *("os.chdir", "os.environ.pop", "os.environ.setdefault", "os.environ.update", "os.putenv"),
+    *("os.umask", "os.unsetenv", "locale.setlocale", "random.seed", "socket.setdefaulttimeout"),
+    *("numpy.random.seed", "torch.cuda.set_device", "torch.manual_seed", "torch.set_num_threads"),
+    *("torch.set_default_device", "torch.set_default_dtype", "tensorflow.random.set_seed"),
+}
+
+
+def settings_of_process(function: Function, sources: Sources) -> Iterator[tuple[Unsafe, str]]:
+    """Yield the statements of a function that set what all of the process share, described."""
+    for node in own_nodes(function.node):
+        if isinstance(node, ast.Call):
+            name = sources.full_name(node.func, function.file)
+            if name in _OF_PROCESS:
+                yield Unsafe("IG107", node, ""), f"calls `{name}`"
+        elif (
+            isinstance(node, ast.Subscript)
+            and not isinstance(node.ctx, ast.Load)
+            and sources.full_name(node.value, function.file) == "os.environ"
+        ):
+            yield Unsafe("IG107", node, ""), f"changes `{ast.unparse(node)}`"
+
+
+def connections_of_module(function: Function, sources: Sources) -> Iterator[tuple[Unsafe, str]]:
+    """Yield the thread-affine objects of the module that a function uses, described."""
+    for made in state_around(function.file, function.cls, sources).made:
+        found = _affine(made, None)
+        if found is not None and "." not in made.place and _uses(function, made.place):
+            yield Unsafe("IG106", made.call, made.place), f"{found[1]} that {function.name} uses"
 
 
 def loop_uses(function: Function, sources: Sources) -> Iterator[tuple[Unsafe, str]]:
@@ -126,12 +157,14 @@ def _loop_use(node: ast.Call, function: Function, sources: Sources, state: State
     return ""
 
 
-def _affine(made: Made, constructor: Function) -> tuple[ast.expr, str] | None:
+def _affine(made: Made, constructor: Function | None) -> tuple[ast.expr, str] | None:
     """Return the expression that binds an object to the constructor's thread, and a description.
 
-    `None` if the object is not bound to the thread.
+    `None` if the object is not bound to the thread. Without a constructor it is the module's.
     """
     if made.full_name == "threading.local":
+        if constructor is None:
+            return None
         # It may be made anywhere: an attribute set here exists only in this thread.
         begin = f"{_written(made.place, constructor)}."
         for node in own_nodes(constructor.node):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,13 @@ from pathlib import Path
 from ingress.app.declaration.assignments import shown
 from ingress.app.declaration.build import build
 from ingress.app.declaration.declaration import Application
-from ingress.check.affinity import affine_objects, awaitables, loop_uses
+from ingress.check.affinity import (
+    affine_objects,
+    awaitables,
+    connections_of_module,
+    loop_uses,
+    settings_of_process,
+)
 from ingress.check.blocking import blocking_calls
 from ingress.check.races import (
     Unsafe,
@@ -33,7 +40,7 @@ from ingress.check.subjects import (
     subjects_of,
 )
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
-from ingress.core.execution.execution import Role
+from ingress.core.execution.execution import ExecutionMode, Role
 
 
 def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Finding]:
@@ -49,6 +56,34 @@ def migration_findings(sources: Sources, subjects: list[Subject]) -> list[Findin
     ):
         if constructor.node.name == "__init__":
             findings += _of_constructor(constructor, subjects, sources)
+            if not _is_process(constructor):
+                for each in with_callees(constructor, sources):
+                    for access, what in settings_of_process(each, sources):
+                        names = (constructor.name,)
+                        message = (
+                            f"{each.name} {what} for the whole process, which all replicas share "
+                            "here; on Ray each replica is a process"
+                        )
+                        findings += found(access, each, names, message)
+    return merged(findings)
+
+
+def _is_process(constructor: Function) -> bool:
+    """Return whether the decorators of the constructor's class give each replica a process."""
+    decorators = constructor.file.classes[constructor.cls].decorator_list
+    return any("isolation='process'" in ast.unparse(each) for each in decorators)
+
+
+def _of_module(subjects: list[Subject], sources: Sources, settings: Settings) -> list[Finding]:
+    """Return the findings of connections of a module, which is imported in the main thread."""
+    findings: list[Finding] = []
+    has_own_loops = settings.run_user_code_in_separate_thread
+    for subject in subjects:
+        if has_own_loops or subject.mode is not ExecutionMode.EVENT_LOOP:
+            for access, what in connections_of_module(subject.function, sources):
+                message = f"the module makes {what} in another thread"
+                names = (subject.function.name,)
+                findings += found(replace(access, place=""), subject.function, names, message)
     return merged(findings)
 
 
@@ -145,6 +180,7 @@ def _check(
         paths = ", ".join(map(shown, sources.unread))
         report.notes.append(f"not read, because Python cannot parse it: {paths}")
     report.add(findings)
+    report.add(_of_module(subjects, sources, settings))
     if migrate:
         report.add(migration_findings(sources, subjects))
     return report

@@ -107,8 +107,13 @@ RULES = {
         ),
         Rule(
             "IG106",
-            "Thread-affine object made in the constructor",
+            "Thread-affine object made in the constructor or the module",
             'make it once per thread (threading.local), or @serve.method(execution="serial")',
+        ),
+        Rule(
+            "IG107",
+            "Setting of the process made in the constructor",
+            '@serve.deployment(isolation="process"), or set it once, at the top of the module',
         ),
         Rule(
             "IG111",

@@ -19,7 +19,7 @@ from tests.checking import (
 )
 
 HEAD = """
-import asyncio, decimal, functools, sqlite3, threading, time
+import asyncio, decimal, functools, os, random, sqlite3, threading, time
 try: from selenium import webdriver
 except ImportError: ...
 from fastapi import Depends, FastAPI
@@ -337,6 +337,15 @@ CASES = {
         def __init__(self): self.browser = webdriver.Firefox()  #: IG106
         def f(self): return self.browser.title
         """,
+    "environment": """
+        def __init__(self):
+            os.environ['PORT'] = '1'  #: IG107
+            self.set_up()
+        def set_up(self): os.chdir('/')  #: IG107
+        def f(self): os.environ['PORT'] = '2'
+        """,
+    "environment-read": "def __init__(self): self.port = os.environ['PORT']",
+    "seed": "def __init__(self): random.seed(1)  #: IG107",
     "precision": """
         def __init__(self): decimal.getcontext().prec = 50  #: IG106
         def f(self): return decimal.Decimal(1) / 3
@@ -415,4 +424,23 @@ def test_what_another_module_of_the_users_shares_is_shared(tmp_path: Path) -> No
     assert found(report) == [], "the other module is not among the files"
 
     report = check_files([tmp_path], Settings(), migrate=True)
+    assert found(report) == expected(program)
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["flag-0", "flag-1"])
+def test_a_connection_of_the_module_is_found_without_migrate(tmp_path: Path, flag: bool) -> None:
+    made = """
+DB = sqlite3.connect('x')  #: IG106
+FREE = sqlite3.connect('x', check_same_thread=False)
+"""
+    program = in_class(
+        HEAD.replace("CONFIG = app.state\n", f"CONFIG = app.state\n{made}"),
+        """
+        async def f(self): return DB.execute('')
+        async def g(self): return FREE.execute('')
+        """,
+    )
+
+    report = checked_as_file(tmp_path, program, Settings(run_sync_in_threadpool=flag))
+
     assert found(report) == expected(program)
