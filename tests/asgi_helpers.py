@@ -65,7 +65,7 @@ class Replica:
 
     async def stop(self) -> None:
         if self._app is not None:
-            await self._app.lifespan.shutdown()
+            await self._app.shutdown()
         if self._pool is not None:
             self._pool.shutdown()
 

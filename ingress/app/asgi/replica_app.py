@@ -34,6 +34,7 @@ from ingress.app.asgi.lifespan import Lifespan
 from ingress.app.asgi.methods import Target
 from ingress.app.asgi.route_index import FOUND, RouteIndex
 from ingress.app.asgi.routes import check_added
+from ingress.app.asgi.users_app import has_ended, serves
 from ingress.context import ReplicaRuntime
 from ingress.core.base.foreign import advisory
 from ingress.core.execution.execution import ExecutionPlan, Role, contain
@@ -141,10 +142,18 @@ class ReplicaApp:
             if id(route) not in cloned:
                 check_added(route)
 
+    async def shutdown(self) -> None:
+        """Run the app's shutdown. Raises its error."""
+        try:
+            await self.lifespan.shutdown()
+        finally:
+            has_ended(self._context)
+
     def _clone(self, routes: BoundRoutes) -> None:
         self._routes = routes
         clone = self._context.asgi_app = routes.clone()
         self._context.dependencies = routes.dependencies
+        serves(self._context)
         self._cloned = list(getattr(clone, "routes", ()))
 
     def _make_plans(self) -> None:

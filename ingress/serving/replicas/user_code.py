@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,13 @@ from ingress.serving.replicas.collectors import share_collectors
 
 MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 
+
+_NEEDS_MAIN_THREAD = re.compile("(signal|set_wakeup_fd|add_signal_handler).* main thread")
+_SIGNALS = (
+    "Constructors and lifespans run in their replica's thread, and Python takes signal handlers in "
+    "the main thread only. Register the handler at the top of the module; for the stop, SIGTERM "
+    "and Ctrl-C run the part of the lifespan after `yield`, and `__del__`"
+)
 
 _GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 
@@ -68,12 +76,17 @@ class UserCode:
         """Make the instance ready to serve. Raises the errors of user code."""
         REPLICA.set(self._context)
         share_collectors()
-        await self._construct(args, kwargs)
-        self._context.servable_object = self._instance
-        if self._app is not None:
-            await self._app.attach(self._instance)
-            await self._app.lifespan.startup()
-        elif callable(self._instance):
+        try:
+            await self._construct(args, kwargs)
+            self._context.servable_object = self._instance
+            if self._app is not None:
+                await self._app.attach(self._instance)
+                await self._app.lifespan.startup()
+        except ValueError as error:
+            if not _NEEDS_MAIN_THREAD.search(str(error)):
+                raise
+            raise ValueError(f"{error}. {_SIGNALS}").with_traceback(error.__traceback__) from None
+        if self._app is None and callable(self._instance):
             # Not the signature of the instance: Python drops a first parameter there, also of a
             # `staticmethod`.
             is_class = inspect.isclass(self._func_or_class)
@@ -176,7 +189,7 @@ class UserCode:
         instance, self._instance = self._instance, None
         try:
             if self._app is not None:
-                await self._app.lifespan.shutdown()
+                await self._app.shutdown()
         finally:
             delete = getattr(instance, "__del__", None)
             if delete is not None and inspect.isclass(self._func_or_class):

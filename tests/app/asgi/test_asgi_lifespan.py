@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from typing import Any
 
 import anyio
@@ -296,6 +298,84 @@ def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app(app: Fas
         assert not hasattr(app.state, "number")
         app.state.late = 1
     assert app.state.shared == "shared"
+
+
+def in_own_thread(read: Callable[[], Any]) -> Any:
+    """Return the result or the error of `read` in a thread with an empty context."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(Context().run, read)
+        return done.exception() or done.result()
+
+
+@pytest.mark.parametrize("of_loop", [False, True], ids=["signal", "loop"])
+def test_a_signal_handler_in_a_lifespan_ends_the_start_with_the_way_out(of_loop: bool) -> None:
+    @asynccontextmanager
+    async def lifespan(given: FastAPI) -> AsyncIterator[None]:
+        if of_loop:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, int)
+        else:
+            signal.signal(signal.SIGUSR2, lambda *_: None)
+        yield
+
+    with (
+        pytest.raises(RuntimeError, match=r"main thread.*\. .* after `yield`"),
+        TestClient(application_with(lifespan)),
+    ):
+        pass
+
+
+def test_own_threads_find_the_state_of_the_only_replica(app: FastAPI) -> None:
+    @asynccontextmanager
+    async def lifespan(given: FastAPI) -> AsyncIterator[None]:
+        app.state.value = "of the lifespan"
+        app.extra = "extra"  # type: ignore[attr-defined]
+        yield
+
+    app.router.lifespan_context = lifespan
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self) -> list[Any]:
+            return [app.state.value, in_own_thread(lambda: app.extra)]  # type: ignore[attr-defined]
+
+    with serve(K) as client:
+        assert in_own_thread(lambda: app.state.value) == "of the lifespan"
+        app.state.value = "of the test"
+        assert client.get("/").json() == ["of the test", "extra"]
+    assert not hasattr(app.state, "value")
+
+
+def test_own_threads_are_told_that_each_of_several_replicas_has_a_state(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            app.state.value = 1
+
+    app.state.before = "before"
+    with serve(K, replicas=2):
+        assert in_own_thread(lambda: app.state.before) == "before"
+        error = in_own_thread(lambda: app.state.value)
+        assert isinstance(error, AttributeError)
+        assert "no attribute 'value'. Each replica has an app of its own" in str(error)
+        assert "copy_context().run" in str(error)
+
+
+def test_a_replicas_app_equals_the_users_app_and_no_other_replicas(app: FastAPI) -> None:
+    apps: list[Any] = []
+
+    @ingress(app)
+    class K:
+        @app.get("/")
+        async def root(self, request: Request) -> list[bool]:
+            apps.append(request.app)
+            return [request.app == app, app == request.app, request.app in {app: 1}]
+
+    with serve(K, replicas=2) as client:
+        assert [client.get("/").json() for _ in range(2)] == [[True] * 3] * 2
+        first, second = apps
+        assert first != second
+        assert len({app: 0, first: 1, second: 2}) == 3
 
 
 def test_a_replica_that_touches_the_app_of_another_deployment_sees_that_apps_state() -> None:
