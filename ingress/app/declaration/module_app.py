@@ -75,26 +75,32 @@ def load(
         return found
     if isinstance(found, Deployment):
         raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
-    hint = "decorate its class with @serve.deployment and bind it"
+    hint = _way_to_serve(found, target, bound, is_factory=is_factory)
+    kind = _article(type(found).__name__)
+    raise NotAnApplication(f"{target!r} is {kind}, not a bound application; {hint}")
+
+
+def _way_to_serve(found: Any, target: str, bound: list[str], *, is_factory: bool) -> str:
+    """Return what to do with an object that is no application. `bound` are those of its module."""
+    module_name, _, attribute = target.partition(":")
+    if type(found).__module__.partition(".")[0] == "ray":
+        return "it is one of Ray Serve; `ingress migrate FILE --write` rewrites its imports"
     if bound and callable(found) and not isinstance(found, type):
-        hint = f"did you mean {module_name}:{bound[0]}?"
         if any(isinstance(each, Application) for each in dict_of(found).values()):
-            hint = (
+            return (
                 "what is around an application is not served: give the middleware to the FastAPI "
                 f"app, app.add_middleware({type(found).__name__}, ...), and name the application, "
                 f"such as {module_name}:{bound[0]}; or serve both by uvicorn {target}"
             )
-    elif isfunction(found) and not is_factory:
-        hint = "if it returns an application, add --factory"
-    elif isinstance(found, Starlette):
-        hint = (
+        return f"did you mean {module_name}:{bound[0]}?"
+    if isfunction(found) and not is_factory:
+        return "if it returns an application, add --factory"
+    if isinstance(found, Starlette):
+        return (
             "its routes as they are: "
             f"name = serve.deployment(name='Name')(serve.ingress({attribute})()).bind()"
         )
-    if type(found).__module__.partition(".")[0] == "ray":
-        hint = "it is one of Ray Serve; `ingress migrate FILE --write` rewrites its imports"
-    kind = _article(type(found).__name__)
-    raise NotAnApplication(f"{target!r} is {kind}, not a bound application; {hint}")
+    return "decorate its class with @serve.deployment and bind it"
 
 
 def _is_builder(found: object) -> bool:

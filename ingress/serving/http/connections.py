@@ -75,7 +75,7 @@ class Connections:
     def __reduce__(self) -> tuple[Any, ...]:
         return Connections, (self.limits, self._parser)
 
-    def beside(self) -> Connections:
+    def __copy__(self) -> Connections:
         """Return those of another loop of the same server, with which it shares its limit."""
         other = Connections(self.limits, self._parser)
         other.opened = self.opened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class HTTPServer:
             HTTPServer(
                 proxy,
                 replace(address, port=self._socket.getsockname()[1], is_shared=True),
-                {**arguments, "http": arguments["http"].beside()},
+                {**arguments, "http": copy(arguments["http"])},
                 waits=waits,
                 name=f"{name}-{number}",
             )
@@ -94,7 +95,8 @@ class HTTPServer:
         config = uvicorn.Config(self.proxy, **arguments)
         owns_socket = self._address.fd is None and not self._is_handed_over
         self._server = HTTPThreadServer(config, owns_socket=owns_socket)
-        arguments["http"].opened.append(self._server.server_state.connections)
+        opened = getattr(arguments["http"], "opened", [])  # without limits, it is uvicorn's own
+        opened.append(self._server.server_state.connections)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self._socket])
         )
