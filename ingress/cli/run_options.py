@@ -132,7 +132,7 @@ class RunOptions:
         str | None,
         _option(
             _ADDRESS,
-            metavar="auto|h11|httptools|zttp",
+            metavar="NAME",
             help="Parser of HTTP; zttp has no limits for connections and headers."
             "  [default: auto: httptools if it is installed]",
         ),
@@ -351,7 +351,7 @@ class RunOptions:
         str | None,
         _option(
             _PROCESSES,
-            metavar="auto|asyncio|uvloop|MODULE:NAME",
+            metavar="NAME",
             help="Event loops of the server and of user code.  [default: INGRESS_EVENT_LOOP, or "
             "auto: uvloop if it is installed]",
         ),

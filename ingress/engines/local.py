@@ -12,6 +12,7 @@ from functools import partial
 from time import monotonic
 from types import FunctionType
 
+from ingress.app.asgi import users_app_of
 from ingress.app.declaration.build import BuiltApplication, with_logging
 from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
@@ -258,8 +259,7 @@ class LocalEngine:
         built = build_here(application, name)
         with self._operations:
             threads = self.acquire()
-            bound = built.deployments[-1].bound_app
-            app = None if bound is None else bound.app
+            app = users_app_of(built.deployments[-1].deployment.func_or_class)
             starting = RunningApplication(name, route_prefix, self.http.proxy, app)
             start = Start(starting, lists_failure=True)
             try:

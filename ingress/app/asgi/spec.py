@@ -73,6 +73,12 @@ def bound_app_of(func_or_class: Callable[..., Any]) -> BoundApp | None:
     return spec.bind(func_or_class) if spec and isinstance(func_or_class, type) else None
 
 
+def users_app_of(func_or_class: Callable[..., Any]) -> ASGIApp | APIRouter | None:
+    """Return the app that `@serve.ingress` gave to a class, as it is."""
+    spec: IngressSpec | None = getattr(func_or_class, "__ingress_spec__", None)
+    return None if spec is None else spec.app
+
+
 @dataclass(eq=False, slots=True)
 class BoundApp:
     """The app of one deployment. Thread-safe: the replicas share it.

@@ -25,7 +25,7 @@ from ingress.app.asgi.chunks import parts_of
 from ingress.core.base.settings import HTTPLimits
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Runner
-from ingress.core.calls.channel import Channel, EndOfStream
+from ingress.core.calls.channel import Channel, EndOfStream, WakeBy
 from ingress.core.calls.loops import mailbox_of, running_loop
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -189,8 +189,13 @@ class Reply:
     def client(self) -> Client:
         """Return the reader of the client's messages, on either loop. Few requests need it."""
         if self._client is None:
-            runner = self.call.runner
-            is_borrowed = runner is not None and runner.loop is self.loop
+            wake_by: WakeBy | None = None
+            if not self.is_http and (
+                (runner := self.call.runner) is None or runner.loop is not self.loop
+            ):
+                # Woken at once, the user loop's thread would wait for the GIL, which this thread
+                # has until the end of its turn: two switches instead of one.
+                wake_by = self.mailbox.post
             with self.call.lock:
                 if self._client is None:
                     self._client = Client(
@@ -198,9 +203,7 @@ class Reply:
                         is_http=self.is_http,
                         passes_on=not self.has_whole_body,
                         on_gone=self._on_disconnect,
-                        # Woken at once, the user loop's thread would wait for the GIL, which this
-                        # thread has until the end of its turn: two switches instead of one.
-                        wake_by=None if self.is_http or is_borrowed else self.mailbox.post,
+                        wake_by=wake_by,
                     )
         return self._client
 
