@@ -30,7 +30,7 @@ export IS_PRE_RELEASE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: bench-batching dist docs docs-serve help run test test-long test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem \
+.PHONY: bench-batching dist docs docs-serve help run test test-long test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem test-mcp \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-starlette-suite test-differential clean
 .DELETE_ON_ERROR:
@@ -174,6 +174,9 @@ test-ecosystem: .venv-ecosystem/.made ## Packages against plain FastAPI, and doc
 	@.venv-ecosystem/bin/python -m pytest -p no:ddtrace -q tests/ecosystem $(ARGS)
 	@.venv-ecosystem/bin/python -m tests.ecosystem.document
 
+test-mcp: .venv-mcp/.made ## Servers of MCP, by the official SDK and FastMCP: half a minute; makes .venv-mcp
+	@.venv-mcp/bin/python -m pytest -q tests/ecosystem/test_mcp.py $(ARGS)
+
 test-fastapi: $(FASTAPI_VERSIONS:%=test-fastapi-%) ## Run the FastAPI binding tests on five FastAPI versions, and a pre-release
 
 test-fastapi-ends: test-fastapi-0.133.0 test-fastapi-newest ## The same on the oldest and the newest
@@ -208,7 +211,7 @@ test-differential: .venv/.test ## Random applications, plain and as a class; COU
 	@$(BIN)/python -m tests.differential.mutants
 
 clean: ## Remove the environments and caches
-	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-page .venv-ecosystem .ecosystem \
+	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-page .venv-mcp .venv-ecosystem .ecosystem \
 		.venv-fastapi-suite .fastapi-suite .venv-starlette-suite .starlette-suite \
 		.mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
@@ -250,6 +253,13 @@ clean: ## Remove the environments and caches
 	@$(PYTHON) -m venv .venv-ecosystem
 	@.venv-ecosystem/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]" \
 		-r tests/ecosystem/requirements.txt
+	@touch $@
+
+# Apart from the others: fastapi-mcp needs an older SDK.
+.venv-mcp/.made: pyproject.toml
+	@echo "Making .venv-mcp ..."
+	@$(PYTHON) -m venv .venv-mcp
+	@.venv-mcp/bin/python -m pip install -qq --disable-pip-version-check -e ".[test]" "mcp>=2" "fastmcp>=4"
 	@touch $@
 
 # Its pip is newer than that of the oldest Python here, which knows no groups of requirements.
