@@ -33,7 +33,8 @@ HEADERS: dict[str, list[tuple[bytes, bytes]]] = {
 
 def scope_of(path: str, **more: Any) -> dict[str, Any]:
     return {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET",
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "GET",
+        "http_version": "1.1",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "scheme": "http", "server": ("localhost", 80), "client": ("localhost", 1), "headers": [],
         **more,
