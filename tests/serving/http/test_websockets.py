@@ -245,6 +245,7 @@ def test_a_handler_ends_as_it_likes_after_its_client_has_left_or_is_cancelled(
 
 SCOPE = {
     "type": "websocket",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
     "path": "/socket",
     "raw_path": b"/socket",
     "query_string": b"",
