@@ -328,7 +328,7 @@ def test_own_threads_find_the_state_of_the_only_replica(app: FastAPI) -> None:
     @asynccontextmanager
     async def lifespan(given: FastAPI) -> AsyncIterator[None]:
         app.state.value = "of the lifespan"
-        app.extra = "extra"  # type: ignore[attr-defined]
+        app.mine = "mine"  # type: ignore[attr-defined]
         yield
 
     app.router.lifespan_context = lifespan
@@ -337,12 +337,12 @@ def test_own_threads_find_the_state_of_the_only_replica(app: FastAPI) -> None:
     class K:
         @app.get("/")
         async def root(self) -> list[Any]:
-            return [app.state.value, in_own_thread(lambda: app.extra)]  # type: ignore[attr-defined]
+            return [app.state.value, in_own_thread(lambda: app.mine)]  # type: ignore[attr-defined]
 
     with serve(K) as client:
         assert in_own_thread(lambda: app.state.value) == "of the lifespan"
         app.state.value = "of the test"
-        assert client.get("/").json() == ["of the test", "extra"]
+        assert client.get("/").json() == ["of the test", "mine"]
     assert not hasattr(app.state, "value")
 
 
