@@ -173,12 +173,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if long.is_listed(item.nodeid, names):
             item.add_marker(pytest.mark.long)
-    if config.args == config.getini("testpaths"):  # else only some are collected
-        collected = {
-            each for item in items for each in (item.nodeid, long.function_of(item.nodeid))
-        }
-        if gone := sorted(names - collected):
-            raise pytest.UsageError(f"tests/long.txt names tests that are not there: {gone}")
     slow = [item for item in items if item.get_closest_marker("slow") and not ROUNDS]
     if slow:
         config.hook.pytest_deselected(items=slow)

@@ -38,13 +38,8 @@ def listed() -> frozenset[str]:
     return frozenset(LIST.read_text().splitlines())
 
 
-def function_of(node_id: str) -> str:
-    """Return the id of the test function, without the parameters of a case."""
-    return node_id.partition("[")[0]
-
-
 def is_listed(node_id: str, names: frozenset[str]) -> bool:
-    return node_id in names or function_of(node_id) in names
+    return node_id in names or node_id.partition("[")[0] in names
 
 
 def stays(node_id: str) -> bool:
@@ -58,7 +53,7 @@ def chosen(times: dict[str, float]) -> list[str]:
     """Return the lines of the list. `times` are seconds by the ids of tests."""
     cases: dict[str, list[str]] = defaultdict(list)
     for node_id in times:
-        cases[function_of(node_id)].append(node_id)
+        cases[node_id.partition("[")[0]].append(node_id)
     lines: list[str] = []
     for function, of_function in cases.items():
         in_order = sorted(of_function, key=times.__getitem__)

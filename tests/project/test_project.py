@@ -15,6 +15,7 @@ import ingress
 from ingress.app.asgi import compat as asgi
 from ingress.core.calls import compat as calls
 from ingress.serving.http import compat as http
+from tests import long
 from tests.programs import ROOT, run_python
 
 MODULES = sorted((ROOT / "ingress").rglob("*.py"))
@@ -112,6 +113,17 @@ def test_tests_wait_for_signals_and_seldom_sleep() -> None:
             sleeps += sum(map(is_sleep, ast.walk(ast.parse(text))))
 
     assert sleeps <= 0.04 * tests
+
+
+def test_each_test_that_is_listed_as_long_is_there() -> None:
+    gone = []
+    for line in long.listed():
+        path, *names = line.partition("[")[0].split("::")
+        file = ROOT / path
+        text = file.read_text() if file.exists() else ""
+        if not any(f"def {names[-1]}(" in text or f"{each} = " in text for each in names):
+            gone.append(line)
+    assert gone == []
 
 
 def using(names: dict[str, set[str]]) -> set[str]:
