@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ingress.migrate import advice
 from ingress.migrate.rewriting import rewritten
 from tests.pages.test_public_paths import PATHS
+from tests.programs import run_ingress
 from tests.ray_programs import exported, random_module, unbound
 from tests.servers import ingress_run, invoke, wait_until
 
@@ -515,10 +516,10 @@ def test_the_names_of_a_public_path_are_counterparts(module: str) -> None:
 
 def test_the_command_line_names_this_command_for_a_program_of_ray_serve(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text("import os\nfrom ray.serve import batch\n")
-    result = invoke(tmp_path, "run", "shop:app")
+    result = run_ingress(tmp_path, "run", "shop:app")
 
-    assert result.exit_code == 1
-    assert re.search(r"shop\.py:2: No module named 'ray'.*`ingress migrate FILE`", result.output)
+    assert result.returncode == 1
+    assert re.search(r"shop\.py:2: No module named 'ray'.*`ingress migrate FILE`", result.stderr)
 
 
 def test_a_migrated_file_serves(tmp_path: Path) -> None:
