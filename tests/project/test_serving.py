@@ -512,6 +512,22 @@ def test_each_loop_of_callers_has_its_replicas() -> None:
         loop.close()
 
 
+def test_requests_at_once_on_a_loop_have_one_instance_although_another_loop_was_closed() -> None:
+    up: list[str] = []
+    application, _ = on_loop_of_caller(up)
+    closed, loop = asyncio.new_event_loop(), asyncio.new_event_loop()
+    closed.run_until_complete(answers(application, "/itself"))
+    closed.close()  # without the end of its asynchronous generators, which would stop the instance
+
+    found = loop.run_until_complete(answers(application, "/itself", "/itself", "/itself"))
+
+    assert [each.status_code for each in found] == [200] * 3
+    assert up.count("begun") == 4  # of two replicas on each loop
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+    assert not local_engine().is_running
+
+
 def test_a_loop_that_ends_cancels_its_requests_and_starts() -> None:
     up: list[str] = []
     waits, starts = testing.Latch(), testing.Latch()
