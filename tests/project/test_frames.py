@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks.frames import count
 
-NOTED = 8
-"""Frames that a request may have more on a machine that grows slow, so that each is noted."""
+NOTED, NOTED_IN = 8, 3
+"""Frames that a request may have more on a machine that grows slow, so that each is noted, and
+their modules: `ended_calls`, `notable` and `tracing`."""
 
 
 @pytest.mark.parametrize(
@@ -37,4 +38,4 @@ def test_a_request_enters_no_more_functions_and_modules_than_these(
     counted = count(name, flags)
 
     assert counted.frames <= frames + NOTED, counted.functions
-    assert counted.modules <= modules, sorted(counted.functions)
+    assert counted.modules <= modules + NOTED_IN, sorted(counted.functions)
