@@ -48,8 +48,6 @@ NAMES: Mapping[str, str] = {
     "llm": "write a deployment that calls the model; @serve.batch collects its requests",
     "multiplex": "use serve.multiplexed and serve.get_multiplexed_model_id",
     "scripts": "the command is `ingress`: ingress run module:app",
-    "task_consumer": NO_TASKS,
-    "task_processor": NO_TASKS,
     "taskiq_task_processor": NO_TASKS,
     "async_inference_autoscaling_policy": NO_TASKS,
     "dag": "bind deployments to each other: Main.bind(Child.bind())",
@@ -119,13 +117,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
                 *("ScaleDeploymentRequest", "ScalingDecision"),
             ),
             REPLICAS,
-        ),
-        **dict.fromkeys(
-            (
-                *("CeleryAdapterConfig", "TaskProcessorAdapter", "TaskProcessorConfig"),
-                "TaskResult",
-            ),
-            NO_TASKS,
         ),
         "EncodingType": "give the word: encoding='TEXT' or 'JSON'",
         "TracingConfig": TRACING,

@@ -11,6 +11,9 @@
        ├─ RequestBodyTooLargeError        413  the request's body exceeds `max_body_size`
        ├─ RequestCycleError               500  the request is part of a deadlock of calls
        ├─ StreamClosedError               499  the consumer of a stream has gone
+       ├─ TaskNotFoundError               404  the job store has no job of that id
+       ├─ TaskPayloadError                413  arguments or a result that a job cannot have
+       ├─ TaskQueueError                  503  the job store does not answer
        ├─ UnknownMethodError              500  the deployment has no method of that name
        ├─ UnreadableError                 500  user code raised an exception that cannot be read
        └─ UserCodeExit                    500  user code raised no `Exception`, e.g. `SystemExit`
@@ -112,9 +115,13 @@ class DeploymentUnavailableError(RayServeException):
 
 
 class ReplicaUnavailableError(RayServeException):
-    """The replica's event loop has stopped; user code did not answer the call."""
+    """The replica's event loop has stopped; user code did not answer the call.
+
+    `has_died` says that it ended by itself: nobody stopped it.
+    """
 
     status_code = 503
+    has_died: bool = False
 
 
 class RequestCancelledError(RayServeException):
@@ -181,11 +188,35 @@ class RequestBodyTooLargeError(RayServeException):
         return f"The request's body is too large: the limit is {self.max_body_size} bytes."
 
 
+class TaskNotFoundError(RayServeException, LookupError):
+    """The job store has no job of that id: it never had, or its result was kept long enough."""
+
+    status_code = 404
+
+
+class TaskPayloadError(RayServeException, ValueError):
+    """The arguments, the result or the progress of a job are no JSON, or too large."""
+
+    status_code = 413
+
+
+class TaskQueueError(RayServeException):
+    """The job store did not answer: the disk is full, the file is locked or gone.
+
+    Of what was asked, nothing was written.
+    """
+
+    status_code = 503
+
+
+TASK_ERRORS = (TaskNotFoundError, TaskPayloadError, TaskQueueError)
+
 CALL_ERRORS = (
     BackPressureError,
     DeploymentUnavailableError,
     ReplicaUnavailableError,
     RequestTimeoutError,
+    *TASK_ERRORS,
 )
 """Errors of calls to other deployments, with a status that tells the client what to do."""
 

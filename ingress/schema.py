@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib import import_module
 from typing import Any
 
 from ingress._unsupported import absent_member, teller
@@ -97,4 +98,14 @@ class ServeStatus:
     target_capacity: float | None = None
 
 
-__getattr__ = teller(__name__)
+_absent = teller(__name__)
+_OF_JOBS = frozenset({
+    "CeleryAdapterConfig", "SQLiteAdapterConfig", "TaskProcessorAdapter", "TaskProcessorConfig",
+    "TaskResult",
+})  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_JOBS:  # loaded by those who use them
+        return getattr(import_module("ingress.core.base.task_models"), name)
+    return _absent(name)

@@ -215,6 +215,7 @@ class Applications:
         application.keep()
         application.status = ApplicationStatus.RUNNING
         self.running[application.name] = application
+        self.controller.begin_consumers(application)
         application.proxy.conditions[application.name] = partial(
             application.condition, self.not_ready_after_s
         )

@@ -23,6 +23,7 @@ from ingress.core.calls.loops import NewLoop, mailbox_of, reserve_descriptors
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.changes import Change, apply, checked, count_for
+from ingress.serving.control.consumers import Consumer, consumer_of
 from ingress.serving.control.factories import Factories
 from ingress.serving.control.reconciler import LAST_WORDS_S, MakeHandle, Reconciler
 from ingress.serving.control.running import RunningApplication, RunningDeployment, Version
@@ -39,7 +40,9 @@ class Controller:
     `factories` returns those of an application that starts now.
     """
 
-    __slots__ = ("_factories", "_reconciler", "_routers", "_settings", "_shared_loop")
+    __slots__ = (
+        "_factories", "_make_handle", "_reconciler", "_routers", "_settings", "_shared_loop",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Controller:
     ) -> None:
         self._settings = settings
         self._routers = routers
+        self._make_handle = make_handle
         self._reconciler = Reconciler(settings, make_handle)
         self._shared_loop = shared_loop
         self._factories = factories
@@ -103,6 +107,34 @@ class Controller:
             # From here on handles find the deployment: the constructors of its parents, which run
             # next, may call it.
             self._routers[deployment.router.deployment_id] = deployment.router
+        for name in running.deployments:
+            await self._open_consumer(running, name)
+
+    async def _open_consumer(self, running: RunningApplication, name: str) -> None:
+        """Connect the consumer of a deployment, if it has one. It begins with the application."""
+        deployment = running.deployments[name]
+        if (found := consumer_of(deployment.built.deployment.func_or_class)) is None:
+            return
+        slots = deployment.config.max_ongoing_requests * max(1, deployment.desired.count)
+        handle = self._make_handle(deployment.router.deployment_id)
+        try:
+            consumer = await asyncio.to_thread(found.open, handle, deployment.room, slots)
+        except Exception as error:
+            raise RuntimeError(
+                f"Deploying application '{running.name}' failed: the task consumer of deployment "
+                f"'{name}' failed to start: {described(error)}"
+            ) from error
+        running.consumers[name] = consumer
+
+    def begin_consumers(self, running: RunningApplication) -> None:
+        """Have the jobs of an application that serves run, by its consumers and no others."""
+        for name, deployment in running.deployments.items():
+            before, deployment.consumer = deployment.consumer, running.consumers.get(name)
+            if before is not None:  # of the version before: its jobs that run go on
+                before.pause()
+                self._reconciler.spawn(_closed(before, deployment.config))
+            if deployment.consumer is not None:
+                deployment.consumer.begin()
 
     async def _roll_out(
         self,
@@ -258,6 +290,8 @@ class Controller:
         for deployment in deployments:
             deployment.is_ending = True
             deployment.desire()
+            if deployment.consumer is not None:
+                deployment.consumer.pause()
         if timeout_s is None:
             timeout_s = running.graceful_shutdown_timeout_s
         loop = asyncio.get_running_loop()
@@ -272,8 +306,14 @@ class Controller:
             deployment.router.refuse(deployment.stopped)
             left_s = max(0.3, deadline + LAST_WORDS_S - loop.time())
             await self._reconciler.stop(deployment, left_s)
+            if deployment.consumer is not None:
+                await asyncio.to_thread(deployment.consumer.close, LAST_WORDS_S)
             if self._routers.get(deployment.router.deployment_id) is deployment.router:
                 del self._routers[deployment.router.deployment_id]
+
+
+async def _closed(consumer: Consumer, config: DeploymentConfig) -> None:
+    await asyncio.to_thread(consumer.close, config.graceful_shutdown_timeout_s)
 
 
 async def _drained(deployment: RunningDeployment, deadline: float) -> None:

@@ -109,7 +109,7 @@ class Reconciler:
         if scaler is None or not deployment.has_started or deployment.is_stopping:
             return False
         live = [each for each in deployment.members if each.phase in (Phase.SERVING, Phase.AWAY)]
-        queued = deployment.router.num_queued
+        queued = deployment.waiting()
         scaler.note(now, queued + sum(each.replica.ongoing for each in live), queued)
         target = deployment.desired.count
         running = [each.replica.replica_id for each in live]
@@ -208,7 +208,8 @@ class Reconciler:
         text = f"{replica.gone_error()}{replica.host.last_output}"
         deployment.setbacks.note_loss(now - member.started_at, text, now)
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run a coroutine in a task of its own."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -223,7 +224,7 @@ class Reconciler:
             self._on_failed_start(deployment, error)
             return
         deployment.members.append(member)
-        member.task = self._spawn(self._run_start(deployment, member))
+        member.task = self.spawn(self._run_start(deployment, member))
 
     def _new_member(self, deployment: RunningDeployment, now: float) -> Member:
         if deployment.using.borrowed is None and deployment.has_started:
@@ -351,7 +352,7 @@ class Reconciler:
             task.cancel()
         if member.stuck:
             member.replica.hand_over()  # at once; `observe` does so again for those on their way
-        member.task = self._spawn(self._run_end(deployment, member))
+        member.task = self.spawn(self._run_end(deployment, member))
 
     async def _run_end(self, deployment: RunningDeployment, member: Member) -> None:
         replica, loop = member.replica, asyncio.get_running_loop()
@@ -399,7 +400,7 @@ class Reconciler:
         member.phase = Phase.AWAY
         member.away_at = asyncio.get_running_loop().time()
         member.config = deployment.desired.config
-        member.task = self._spawn(self._run_reconfigure(deployment, member, user_config))
+        member.task = self.spawn(self._run_reconfigure(deployment, member, user_config))
 
     async def _run_reconfigure(
         self, deployment: RunningDeployment, member: Member, user_config: object

@@ -16,6 +16,7 @@ from ingress.app.declaration.build import BuiltDeployment
 from ingress.config import DeploymentConfig
 from ingress.core.base.counters import ReplicaCounts
 from ingress.schema import ApplicationStatus, DeploymentStatus
+from ingress.serving.control.consumers import Consumer
 from ingress.serving.control.factories import Factories
 from ingress.serving.control.plan import (
     Desired,
@@ -239,6 +240,7 @@ class RunningDeployment:
     has_started    becomes true when the replicas of the first start serve
     is_untried     true after a change of `user_config` until a replica has taken it
     rejected       why the last change was given up, "" if it was not; the reconciler gives up
+    consumer       runs the jobs of its queue, `None` if it has none
 
     Written by the reconciler: the replicas that it has.
 
@@ -261,6 +263,7 @@ class RunningDeployment:
     has_started: bool = False
     is_untried: bool = False
     rejected: str = ""
+    consumer: Consumer | None = None
     members: list[Member] = field(default_factory=list)
     left: list[Replica] = field(default_factory=list)
     next_number: int = 0
@@ -332,6 +335,16 @@ class RunningDeployment:
     def serving(self) -> int:
         """Return the number of replicas that get calls."""
         return sum(each.phase is Phase.SERVING for each in list(self.members))
+
+    def room(self) -> int:
+        """Return the number of free slots of the replicas that get calls."""
+        serving = [each.replica.slots for each in list(self.members) if each.phase is Phase.SERVING]
+        return sum(max(0, each.max_ongoing - each.ongoing) for each in serving)
+
+    def waiting(self) -> int:
+        """Return the number of calls and jobs that wait for a slot."""
+        jobs = 0 if self.consumer is None else self.consumer.waiting()
+        return self.router.num_queued + jobs
 
     def has_replacements(self) -> bool:
         """Return whether as many replicas serve as may, beside those that are stuck."""
@@ -512,7 +525,7 @@ class RunningApplication:
     """One application, its deployments in build order: the last one receives the requests.
 
     `callers_loop` is the loop that its replicas in threads run on if no server calls it, see
-    `engines.hosting`.
+    `engines.hosting`. `consumers`, by deployment, begin with it.
     """
 
     name: str
@@ -525,6 +538,7 @@ class RunningApplication:
     deployed_at_s: float = field(default_factory=lambda: datetime.now(UTC).timestamp())
     stopping: asyncio.Task[None] | None = None
     callers_loop: asyncio.AbstractEventLoop | None = None
+    consumers: dict[str, Consumer] = field(default_factory=dict)
 
     @property
     def ingress(self) -> RunningDeployment:

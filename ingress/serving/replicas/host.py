@@ -148,10 +148,12 @@ def gone_error(
     `end` is the reason if it ended by itself, "" if it was stopped.
     """
     how = f"died before it answered: {end}" if end else "was stopped before it answered"
-    return kind(
+    error = kind(
         f"Replica {replica_id} of {replica_id.deployment_id} {how}; send the request again if "
         "that is safe."
     )
+    error.has_died = bool(end)
+    return error
 
 
 def not_begun_error(replica_id: ReplicaID) -> NotBegunError:

@@ -1,0 +1,171 @@
+"""The handlers of a deployment, and the calls by handle that jobs become."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from ingress.core.base.foreign import advisory
+from ingress.core.base.types import RequestMetadata, new_request_id
+from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, NO_WORK, Call
+from ingress.core.execution.execution import Kind, kind
+from ingress.handle import DeploymentHandle
+from ingress.jobs.payload import Read, UnreadableArgumentsError, reader_of
+
+MARK = "__ingress_task_name__"
+"""The attribute of a function with the name of the jobs that it handles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """One method of a deployment that handles the jobs of a name. `streams`: it is a generator."""
+
+    name: str
+    method: str
+    streams: bool
+    read: Read
+
+
+def handlers_of(cls: type) -> dict[str, Handler]:
+    """Return the handlers of a class by their names. Raises `TypeError` or `ValueError`."""
+    found: dict[str, Handler] = {}
+    for method in dir(cls):
+        func = inspect.getattr_static(cls, method)
+        if (name := getattr(func, MARK, None)) is None:
+            continue
+        if name in found:
+            raise ValueError(
+                f"{cls.__qualname__}: two task handlers have the name {name!r}: "
+                f"{found[name].method} and {method}; give one another @task_handler(name=...)"
+            )
+        streams = kind(func) in (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
+        found[name] = Handler(name, method, streams, reader_of(func))
+    if not found:
+        raise ValueError(
+            f"{cls.__qualname__} has @task_consumer and no method with @task_handler; put it on "
+            "the method that handles the jobs"
+        )
+    return found
+
+
+class JobCalls:
+    """The calls of one deployment's handlers. Thread-safe."""
+
+    __slots__ = ("handle", "handlers")
+
+    def __init__(self, handle: DeploymentHandle, handlers: Mapping[str, Handler]) -> None:
+        self.handle, self.handlers = handle, handlers
+
+    def handler(self, name: str) -> Handler:
+        """Return the handler of a name. Raises `UnreadableArgumentsError` if there is none."""
+        if (handler := self.handlers.get(name)) is None:
+            raise UnreadableArgumentsError(
+                f"{self.handle.deployment_id} has no task handler {name!r}; it has: "
+                f"{', '.join(self.handlers)}"
+            )
+        return handler
+
+    def begin(
+        self,
+        handler: Handler,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        job_id: str,
+        timeout_s: float | None = None,
+        trace: str | None = None,
+    ) -> Any:
+        """Call a handler. Returns a response, or a stream; its request id is that of the job.
+
+        Raises `UnreadableArgumentsError`, and what `handle.remote` raises.
+        """
+        given, named = handler.read(args, kwargs)
+        metadata = RequestMetadata(
+            request_id=job_id,
+            deployment=self.handle.deployment_id,
+            deadline=None if timeout_s is None else monotonic() + timeout_s,
+        )
+        context = _context_of(trace)
+        context.run(CURRENT_CALL.set, Call(metadata, NO_WORK, NO_CONTEXT))
+        handle = self.handle.options(method_name=handler.method, stream=handler.streams)
+        return context.run(lambda: handle.remote(*given, **named))
+
+
+async def code_has_ended(response: Any) -> None:
+    """Wait until no code of a call runs: a `def` runs on after its call was cancelled."""
+    call, loop, over = response._call, asyncio.get_running_loop(), asyncio.Event()
+    if (runner := call.runner) is not None:
+        runner.when_ended(call, lambda: loop.call_soon_threadsafe(over.set))
+        await over.wait()
+
+
+def has_begun(response: Any) -> bool:
+    """Return whether a replica has begun the call."""
+    return bool(response._call.began_at)
+
+
+def current_trace() -> str | None:
+    """Return the trace context of the running code as JSON, `None` if it is in no trace."""
+    carrier: dict[str, str] = {}
+    if "opentelemetry.trace" in sys.modules:
+        with advisory("the trace context of a job"):
+            from opentelemetry.propagate import inject
+
+            inject(carrier)
+    return json.dumps(carrier) if carrier else None
+
+
+def _context_of(trace: str | None) -> Context:
+    """Return a new context, in the trace that the job was enqueued in."""
+    context = Context()
+    if trace is not None and "opentelemetry.trace" in sys.modules:
+        with advisory("the trace context of a job"):
+            from opentelemetry.context import attach
+            from opentelemetry.propagate import extract
+
+            context.run(lambda: attach(extract(json.loads(trace))))
+    return context
+
+
+class JobFunction:
+    """A handler as a function that blocks, for adapters that run jobs in threads of their own.
+
+    `function(*args, **kwargs)` runs one job; `run` says more about it. A generator returns its last
+    item. Both raise the error of the handler, and `UnreadableArgumentsError`.
+    """
+
+    __slots__ = ("__name__", "_calls", "_handler")
+
+    def __init__(self, calls: JobCalls, handler: Handler) -> None:
+        self._calls, self._handler = calls, handler
+        self.__name__ = handler.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(args, kwargs, job_id=new_request_id())
+
+    def run(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        job_id: str,
+        on_progress: Callable[[Any], None] = lambda item: None,
+        on_begin: Callable[[Any], None] = lambda response: None,
+        trace: str | None = None,
+    ) -> Any:
+        """Run one job. `on_begin` gets the response, which can cancel it."""
+        response = self._calls.begin(self._handler, args, kwargs, job_id=job_id, trace=trace)
+        on_begin(response)
+        if not self._handler.streams:
+            return response.result()
+        last = None
+        for last in response:
+            on_progress(last)
+        return last

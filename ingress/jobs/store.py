@@ -1,0 +1,397 @@
+"""One SQLite file of jobs, and the thread of this process that reads and writes it.
+
+    submit -> the thread takes all that wait -> one transaction, one sync -> each gets its answer
+
+So eight clients share the time of one sync (group commit), and no event loop waits for the disk.
+A commit that an enqueue is part of is on the disk (`synchronous=FULL`) before it is answered; the
+end of a job needs no sync, because a job whose end is lost runs again.
+
+Several processes may use one file. Each holds a lock of the operating system on one byte of
+FILE-owners, from before its first claim until it ends: who gets that lock knows that the owner is
+dead, whatever its clock, its process id or its container. Locks of POSIX (`fcntl`) belong to the
+process: a forked child does not keep them, and a second descriptor of that file, once closed,
+would give them back. So there is one `Store` for each file.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+from ingress.exceptions import TaskQueueError
+from ingress.jobs import table
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+
+POLL_S = 0.01  # between two looks for what other processes have written
+BUSY_S = 5.0  # for another process that holds the file
+MAX_BATCH = 512
+SQLITE_NEEDED = (3, 35)  # for RETURNING
+NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "ceph", "glusterfs",
+                     "fuse.glusterfs", "lustre", "afs"})  # fmt: skip
+
+
+class _Request(NamedTuple):
+    """One operation of the table, and who waits for it.
+
+    `writes` is False for one that only reads, which needs no transaction.
+    """
+
+    run: Callable[[sqlite3.Connection, float], Any]
+    answer: Future[Any]
+    writes: bool
+    is_durable: bool
+
+
+class Clock:
+    """Unix time that never goes back, and goes on while the system's clock stands or was set back.
+
+    `at_least` is the last time in the file. Owned by the store's thread.
+    """
+
+    __slots__ = ("_last", "_ticks")
+
+    def __init__(self, at_least: float) -> None:
+        self._last, self._ticks = at_least, time.monotonic()
+
+    def now(self) -> float:
+        ticks = time.monotonic()
+        self._last = max(time.time(), self._last + ticks - self._ticks)
+        self._ticks = ticks
+        return self._last
+
+
+class Store:
+    """The jobs in one file. Thread-safe; made by `use_store`.
+
+    `owner` is the number under which this process claims jobs.
+    """
+
+    __slots__ = (
+        "__weakref__", "_clock", "_db", "_inbox", "_locks", "_version", "_watchers", "_which",
+        "is_closing", "owner", "path", "thread", "users",
+    )  # fmt: skip
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.users = 0
+        self.is_closing = False
+        self._db = _opened(path)
+        try:
+            self._which = _which(path)
+            self._locks = os.open(f"{path}-owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self.owner = self._new_owner()
+            (last,) = self._db.execute("select max(updated) from job").fetchone()
+        except BaseException:
+            self._db.close()
+            raise
+        self._clock = Clock(last or 0.0)
+        self._version = -1
+        self._watchers: dict[object, Callable[[], None]] = {}
+        self._inbox: SimpleQueue[_Request | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="ingress-jobs-store", daemon=True)
+        self.thread.start()
+
+    def __repr__(self) -> str:
+        return f"Store({str(self.path)!r})"
+
+    def read(self, operation: Callable[..., T], *args: Any) -> Future[T]:
+        """Read the table. The answer may raise `TaskQueueError`."""
+        return self._submit(operation, args, writes=False)
+
+    def write(
+        self, operation: Callable[..., T], *args: Any, is_durable: bool = False
+    ) -> Future[T]:
+        """Change the table. A durable change is on the disk before it is answered, and wakes."""
+        return self._submit(operation, args, is_durable=is_durable)
+
+    def _submit(
+        self,
+        operation: Callable[..., T],
+        args: tuple[Any, ...],
+        *,
+        writes: bool = True,
+        is_durable: bool = False,
+    ) -> Future[T]:
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()  # a caller that goes does not undo it
+        run = lambda db, now: operation(db, now, *args)  # noqa: E731
+        self._inbox.put(_Request(run, answer, writes, is_durable))
+        return answer
+
+    def watch(self, key: object, wake: Callable[[], None]) -> None:
+        """Call `wake`, in the store's thread, whenever there may be something new."""
+        self._watchers = {**self._watchers, key: wake}  # replaced: the thread goes through it
+        self.read(lambda db, now: None)  # the thread waits without end while nobody watches
+
+    def unwatch(self, key: object) -> None:
+        self._watchers = {each: wake for each, wake in self._watchers.items() if each != key}
+
+    def is_alive(self, owner: int) -> bool:
+        """Return whether the process of an owner lives. Called in the store's thread."""
+        if owner == self.owner:
+            return True
+        try:
+            fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, owner)
+        except OSError:
+            return True
+        fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, owner)
+        return False
+
+    def close(self) -> None:
+        """End the thread once it has answered all that was asked. Thread-safe."""
+        self.is_closing = True
+        self._inbox.put(None)
+
+    # The store's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._serve():
+                pass
+        finally:
+            with suppress(sqlite3.Error):
+                self._db.close()
+            os.close(self._locks)
+
+    def _serve(self) -> bool:
+        """Answer all that waits. Returns False once it is to end."""
+        batch: list[_Request] = []
+        is_last = False
+        try:
+            first = self._inbox.get(timeout=POLL_S if self._watchers else None)
+            while first is not None:
+                batch.append(first)
+                if len(batch) == MAX_BATCH:
+                    break
+                first = self._inbox.get_nowait()
+            is_last = first is None
+        except Empty:
+            pass
+        self._answer([each for each in batch if not each.writes])
+        writes = [each for each in batch if each.writes]
+        if writes:
+            self._write(writes)
+        if self._watchers and (self._has_changed() or any(each.is_durable for each in writes)):
+            for wake in self._watchers.values():
+                wake()
+        return not is_last
+
+    def _has_changed(self) -> bool:
+        """Return whether another process has written since the last look."""
+        with suppress(sqlite3.Error):
+            before = self._version
+            (self._version,) = self._db.execute("pragma data_version").fetchone()
+            return before != self._version
+        return False
+
+    def _answer(self, requests: list[_Request]) -> None:
+        now = self._clock.now()
+        for each in requests:
+            try:
+                value = each.run(self._db, now)
+            except Exception as error:
+                each.answer.set_exception(self._error(error))
+            else:
+                each.answer.set_result(value)
+
+    def _write(self, requests: list[_Request]) -> None:
+        """Write all in one transaction. An operation that fails is undone alone."""
+        db, done = self._db, []
+        is_durable = any(each.is_durable for each in requests)
+        try:
+            if _which(self.path) != self._which:
+                raise TaskQueueError(f"{self.path} was moved or deleted; restart the server")
+            db.execute(f"pragma synchronous = {'full' if is_durable else 'normal'}")
+            self._begin()
+            now = self._clock.now()
+            for each in requests:
+                db.execute("savepoint job")
+                try:
+                    done.append((each, each.run(db, now)))
+                except Exception as error:
+                    if not db.in_transaction:  # the disk is full: SQLite has undone all
+                        raise
+                    db.execute("rollback to job")
+                    each.answer.set_exception(self._error(error))
+                db.execute("release job")
+            db.execute("commit")
+        except Exception as error:
+            with suppress(sqlite3.Error):
+                db.rollback()
+            for each in requests:
+                if not each.answer.done():
+                    each.answer.set_exception(self._error(error))
+            return
+        for each, value in done:
+            each.answer.set_result(value)
+
+    def _begin(self) -> None:
+        """Begin a transaction. SQLite's own waiting is not used: it sleeps for up to 100 ms.
+
+        A process that sleeps so long hardly finds the file free among others that do not.
+        """
+        until = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self._db.execute("begin immediate")
+                return
+            except sqlite3.OperationalError as error:
+                code = error.sqlite_errorcode & 0xFF
+                if code != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(random.uniform(0.0005, 0.0015))
+
+    def _error(self, error: Exception) -> Exception:
+        if not isinstance(error, sqlite3.Error):
+            return error
+        told = TaskQueueError(
+            f"the job store {self.path} does not answer: {error}; nothing was written"
+        )
+        told.__cause__ = error
+        return told
+
+    def _new_owner(self) -> int:
+        self._db.execute("begin immediate")
+        owner = self._db.execute("insert into owner default values").lastrowid
+        self._db.execute("delete from owner where id < ?", (owner,))
+        self._db.execute("commit")
+        assert owner is not None
+        fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, owner)
+        return owner
+
+
+def _which(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of its name; `None` if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Open the file, or make it. Raises `ValueError` with the fix."""
+    fix = "give SQLiteAdapterConfig(path=...) a file on a local disk that this process may write"
+    given = f"path={str(path)!r}"
+    if fcntl is None:
+        raise ValueError(
+            "the embedded job store needs the locks of a POSIX system; on Windows use "
+            "CeleryAdapterConfig(...)"
+        )
+    if sqlite3.sqlite_version_info < SQLITE_NEEDED:
+        raise ValueError(
+            f"the embedded job store needs SQLite 3.35, this Python has {sqlite3.sqlite_version}"
+        )
+    if not path.parent.is_dir():
+        raise ValueError(f"{given}: there is no directory {path.parent}; make it, or {fix}")
+    if (kind := file_system_of(path.parent)) in NETWORK:
+        raise ValueError(f"{given} is on a network file system ({kind}), whose locks fail; {fix}")
+    try:
+        db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise ValueError(f"{given} cannot be opened: {error}; {fix}") from None
+    try:
+        return _prepared(db, given, fix)
+    except sqlite3.Error as error:
+        db.close()
+        raise ValueError(f"{given} cannot be used: {error}; {fix}") from None
+    except BaseException:
+        db.close()
+        raise
+
+
+def _prepared(db: sqlite3.Connection, given: str, fix: str) -> sqlite3.Connection:
+    """Make the table, unless it is there. Raises `ValueError` if the file is another's."""
+    (application,) = db.execute("pragma application_id").fetchone()
+    (version,) = db.execute("pragma user_version").fetchone()
+    (tables,) = db.execute("select count(*) from sqlite_master").fetchone()
+    if application != table.APPLICATION_ID and (application or version or tables):
+        raise ValueError(f"{given} is a database of another program; {fix}")
+    if version > table.VERSION:
+        raise ValueError(
+            f"{given} was written by a newer version of this package (format {version}, this one "
+            f"reads {table.VERSION}); install that version, or give another file"
+        )
+    (mode,) = db.execute("pragma journal_mode = wal").fetchone()
+    if mode != "wal":
+        raise ValueError(f"{given}: its file system has no WAL mode for SQLite ({mode}); {fix}")
+    db.execute("begin immediate")
+    # Race of two processes that make the file: the second finds the table.
+    (version,) = db.execute("pragma user_version").fetchone()
+    for statement in table.SCHEMA.split(";") if version == 0 else ():
+        db.execute(statement)
+    db.execute("commit")
+    db.execute("pragma busy_timeout = 0")
+    return db
+
+
+def file_system_of(folder: Path) -> str:
+    """Return the type of the file system of a folder, "" where it cannot be told."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text()
+    except OSError:
+        return ""
+    found, best = "", -1
+    for line in mounts.splitlines():
+        fields, _, rest = line.partition(" - ")
+        place = fields.split()[4].replace("\\040", " ")
+        if folder.resolve().is_relative_to(place) and len(place) >= best:
+            found, best = rest.split()[0], len(place)
+    return found
+
+
+_stores: dict[Path, Store] = {}
+_inherited: list[Store] = []  # of the parent: closing them here would touch its locks
+# Reentrant: the garbage collector may release a store in a thread that holds it.
+_lock = threading.RLock()
+
+
+def use_store(path: str, user: object) -> Store:
+    """Return the store of a file, which stays open while `user` lives. Raises `ValueError`."""
+    file = Path(path).expanduser().resolve()
+    with _lock:
+        store = _stores.get(file)
+        if store is not None and store.is_closing:
+            store.thread.join()  # its descriptor would take the new one's locks with it
+            store = None
+        if store is None:
+            store = _stores[file] = Store(file)
+        store.users += 1
+    weakref.finalize(user, _release, store)
+    return store
+
+
+def _release(store: Store) -> None:
+    with _lock:
+        store.users -= 1
+        if store.users == 0 and store not in _inherited:
+            store.close()
+
+
+def _forget_parent() -> None:
+    """In a forked child: the parent's stores have no thread here, and are not used."""
+    global _lock
+    _lock = threading.RLock()
+    _inherited.extend(_stores.values())
+    _stores.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,54 @@
+"""Consumers of jobs: what a deployment's class may bring, and when it begins and ends.
+
+The controller opens it once the deployment's replicas serve; it begins with its application. A
+drain begins with `pause`, and ends with `close`, after the last replica. What a consumer is made of
+is not known here: a class with `@task_consumer` brings it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from ingress.core.base.foreign import stored
+from ingress.handle import DeploymentHandle
+
+CONSUMER = "__ingress_consumer__"
+
+
+class Consumer(Protocol):
+    """Runs the jobs of a queue as calls of a deployment. Thread-safe.
+
+    counts  jobs of the queue by state, as far as known, at most some seconds old
+    ended   jobs that have ended here, by their ends
+    """
+
+    queue: str
+    counts: Mapping[str, float]
+    ended: Mapping[str, int]
+
+    def begin(self) -> None:
+        """Begin to take jobs."""
+
+    def waiting(self) -> int:
+        """Return the number of jobs that wait for a slot."""
+
+    def pause(self) -> None:
+        """Take no more jobs."""
+
+    def close(self, timeout_s: float) -> None:
+        """Hand back the jobs that have not ended. Blocks."""
+
+
+class ConsumerOf(Protocol):
+    """What a class brings."""
+
+    def open(
+        self, handle: DeploymentHandle, room: Callable[[], int], slots: int
+    ) -> Consumer: ...
+
+
+def consumer_of(func_or_class: Any) -> ConsumerOf | None:
+    """Return what a class brings, `None` for a class without `@task_consumer`."""
+    found: ConsumerOf | None = stored(func_or_class, CONSUMER)
+    return found
