@@ -63,7 +63,8 @@ def task_consumer(*, task_processor_config: TaskProcessorConfig) -> Callable[[C]
     Raises `TypeError` or `ValueError` for a class without handlers, two handlers of one name, and a
     parameter of a handler that JSON cannot fill.
     """
-    if not isinstance(task_processor_config, TaskProcessorConfig):
+    given: object = task_processor_config
+    if not isinstance(given, TaskProcessorConfig):
         raise TypeError(
             "task_processor_config must be a TaskProcessorConfig(queue_name=...), got "
             f"{task_processor_config!r}"
@@ -85,7 +86,8 @@ def task_handler(_func: F) -> F: ...
 def task_handler(_func: None = None, *, name: str | None = None) -> Callable[[F], F]: ...
 def task_handler(_func: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
     """Have a method handle the jobs of a name, by default its own."""
-    if name is not None and not (isinstance(name, str) and name.strip()):
+    given: object = name
+    if given is not None and not (isinstance(given, str) and given.strip()):
         raise ValueError(f"Task name must be a non-empty string, got {name}")
 
     def decorate(func: F) -> F:
@@ -154,7 +156,7 @@ class AdapterConsumer:
 
 
 def _connected(config: TaskProcessorConfig, concurrency: int) -> TaskProcessorAdapter:
-    make = config.adapter
+    make: Any = config.adapter
     if make is None:
         make = _by_options(config.adapter_config)
     if isinstance(make, str):

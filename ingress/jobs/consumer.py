@@ -150,7 +150,7 @@ class Consumer:
     async def _tick(self) -> None:
         store = self._store
         for owner in await asyncio.wrap_future(store.read(table.owners, self.queue)):
-            if not await asyncio.wrap_future(store.read(lambda db, now, it: store.is_alive(it), owner)):
+            if not await asyncio.wrap_future(store.read(store.is_alive, owner)):
                 found = await asyncio.wrap_future(
                     store.write(table.recover, self.queue, owner, self._limits)
                 )
@@ -167,9 +167,7 @@ class Consumer:
         )
         limit = max(self._room() - unbegun, 1 - unbegun, 0)
         store = self._store
-        request = (store.write if limit else store.read)(
-            table.look, self.queue, limit, store.owner
-        )
+        request = (store.write if limit else store.read)(table.look, self.queue, limit, store.owner)
         jobs, due_s, cancelled = await asyncio.wrap_future(request)
         for job in jobs:
             self._running[job.seq] = None

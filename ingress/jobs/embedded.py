@@ -103,11 +103,11 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
         self._found(task_id, await asyncio.wrap_future(self._cancel(task_id)))
 
     def get_metrics_sync(self) -> dict[str, Any]:
-        return {**self._opened.read(table.counts, self._config.queue_name).result()}
+        return self._opened.read(table.counts, self._config.queue_name).result()
 
     async def get_metrics_async(self) -> dict[str, Any]:
         found = self._opened.read(table.counts, self._config.queue_name)
-        return {**await asyncio.wrap_future(found)}
+        return await asyncio.wrap_future(found)
 
     def health_check_sync(self) -> list[dict[str, Any]]:
         self._opened.write(lambda db, now: None).result()
@@ -120,7 +120,7 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
         return self._store
 
     def _enqueue(
-        self, name: str, args: Any, kwargs: Any, options: Mapping[str, Any]
+        self, name: object, args: Any, kwargs: Any, options: Mapping[str, Any]
     ) -> Future[Job]:
         if not isinstance(name, str) or not name:
             raise ValueError(f"task_name must be the name of a task handler, got {name!r}")

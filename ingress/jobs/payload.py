@@ -67,7 +67,7 @@ def reader_of(func: Callable[..., Any]) -> Read:
 
     collect.__signature__ = inspect.Signature(typed)  # type: ignore[attr-defined]
     collect.__annotations__ = {each.name: each.annotation for each in typed}
-    adapter: TypeAdapter[Any] = TypeAdapter(collect)
+    adapter: TypeAdapter[Any] = TypeAdapter(collect)  # type: ignore[arg-type]  # a call
 
     def read(
         args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -97,4 +97,3 @@ def _hints(func: Callable[..., Any]) -> dict[str, Any]:
             f"the annotations of the task handler {name_of(func)} cannot be read: {error}; name "
             "classes of its module"
         ) from None
-

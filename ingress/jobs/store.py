@@ -115,9 +115,7 @@ class Store:
         """Read the table. The answer may raise `TaskQueueError`."""
         return self._submit(operation, args, writes=False)
 
-    def write(
-        self, operation: Callable[..., T], *args: Any, is_durable: bool = False
-    ) -> Future[T]:
+    def write(self, operation: Callable[..., T], *args: Any, is_durable: bool = False) -> Future[T]:
         """Change the table. A durable change is on the disk before it is answered, and wakes."""
         return self._submit(operation, args, is_durable=is_durable)
 
@@ -143,8 +141,9 @@ class Store:
     def unwatch(self, key: object) -> None:
         self._watchers = {each: wake for each, wake in self._watchers.items() if each != key}
 
-    def is_alive(self, owner: int) -> bool:
-        """Return whether the process of an owner lives. Called in the store's thread."""
+    def is_alive(self, db: sqlite3.Connection, now: float, owner: int) -> bool:
+        """Return whether the process of an owner lives; an operation, for `read`."""
+        del db, now
         if owner == self.owner:
             return True
         try:

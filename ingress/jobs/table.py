@@ -14,7 +14,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 VERSION = 1
 APPLICATION_ID = 0x696E6A6F  # "injo", in the header of the file
@@ -147,12 +147,15 @@ def look(
     The seconds are `None` if no other waits; the cancelled jobs are the `seq` of those that the
     owner runs.
     """
-    rows = limit and db.execute(
-        "update job set state = 'running', owner = ?, claim = claim + 1, tries = tries + 1, "
-        "updated = ? where seq in (select seq from job where queue = ? and state = 'waiting' "
-        "and due <= ? order by due, seq limit ?) returning *",
-        (owner, now, queue, now, limit),
-    ).fetchall()
+    rows = (
+        limit
+        and db.execute(
+            "update job set state = 'running', owner = ?, claim = claim + 1, tries = tries + 1, "
+            "updated = ? where seq in (select seq from job where queue = ? and state = 'waiting' "
+            "and due <= ? order by due, seq limit ?) returning *",
+            (owner, now, queue, now, limit),
+        ).fetchall()
+    )
     jobs = sorted(map(Job._make, rows or ()), key=lambda job: (job.due, job.seq))
     (due,) = db.execute(
         "select min(due) from job where queue = ? and state = 'waiting'", (queue,)
@@ -162,9 +165,7 @@ def look(
     return jobs, None if due is None else max(0.0, due - now), cancelled
 
 
-def finish(
-    db: sqlite3.Connection, now: float, job: Job, outcome: Outcome, limits: Limits
-) -> bool:
+def finish(db: sqlite3.Connection, now: float, job: Job, outcome: Outcome, limits: Limits) -> bool:
     """Write the end of a claim. Returns False if the job has another owner meanwhile."""
     is_over = outcome.state in (State.DONE, State.CANCELLED)
     rows = db.execute(
@@ -213,7 +214,8 @@ def _tell(db: sqlite3.Connection, now: float, jobs: Iterable[Job], limits: Limit
 def note_progress(db: sqlite3.Connection, now: float, job: Job, progress: str) -> None:
     """Write the progress of a claim."""
     db.execute(
-        "update job set progress = ?, updated = ? where seq = ? and claim = ? and state = 'running'",
+        "update job set progress = ?, updated = ? "
+        "where seq = ? and claim = ? and state = 'running'",
         (progress, now, job.seq, job.claim),
     )
 
@@ -238,7 +240,7 @@ def owners(db: sqlite3.Connection, now: float, queue: str) -> list[int]:
     return [owner for (owner,) in db.execute(found, (queue,))]
 
 
-def counts(db: sqlite3.Connection, now: float, queue: str) -> dict[str, float]:
+def counts(db: sqlite3.Connection, now: float, queue: str) -> dict[str, Any]:
     """Return the number of jobs by state, and more of those that wait.
 
     `retrying` have been tried, `due` may begin now, `oldest_s` is the longest wait of those.

@@ -46,7 +46,7 @@ class SQLiteAdapterConfig(Options):
     Ours.
     """
 
-    path: str = Field("jobs.db", min_length=1)
+    path: str = Field(default="jobs.db", min_length=1)
     max_payload_bytes: PositiveInt = 1024 * 1024
     keep_results_s: PositiveFloat = 7 * 86400.0
     max_crashes: PositiveInt = 3
@@ -105,9 +105,6 @@ class TaskProcessorAdapter(ABC):
     registered as a function that blocks until its call has ended, and `start_consumer` begins.
     The asynchronous half runs the other in a thread, unless a subclass knows better.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
     @abstractmethod
     def initialize(self, consumer_concurrency: int = DEFAULT_CONCURRENCY) -> None:

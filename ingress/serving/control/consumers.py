@@ -7,7 +7,7 @@ is not known here: a class with `@task_consumer` brings it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ingress.core.base.foreign import stored
@@ -24,8 +24,8 @@ class Consumer(Protocol):
     """
 
     queue: str
-    counts: Mapping[str, float]
-    ended: Mapping[str, int]
+    counts: dict[str, float]
+    ended: dict[str, int]
 
     def begin(self) -> None:
         """Begin to take jobs."""
@@ -43,9 +43,7 @@ class Consumer(Protocol):
 class ConsumerOf(Protocol):
     """What a class brings."""
 
-    def open(
-        self, handle: DeploymentHandle, room: Callable[[], int], slots: int
-    ) -> Consumer: ...
+    def open(self, handle: DeploymentHandle, room: Callable[[], int], slots: int) -> Consumer: ...
 
 
 def consumer_of(func_or_class: Any) -> ConsumerOf | None:
