@@ -47,7 +47,8 @@ class Consumer:
     """The jobs of one deployment that run. Owned by its loop, except where said otherwise.
 
     `room` returns the number of the deployment's free slots; `counts` has the number of jobs in
-    each state of `table.State`, at most a second old, and those ended here in `attempts`.
+    each state of `table.State`, at most a second old, and `ended` those that have ended here.
+    `adapter` keeps the store open until the end.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Consumer:
         self._looking: asyncio.Task[None] | None = None
         self.counts: dict[str, float] = {}
         self.ended: dict[str, int] = {}
+        self.adapter: object = None
 
     # Any thread.
 
@@ -98,14 +100,13 @@ class Consumer:
     def close(self, timeout_s: float) -> None:
         """Hand the jobs back that have not ended, and end the thread. Blocks."""
         self.pause()
-        if (home := self._home) is None:
-            return
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(timeout_s), home.loop).result(
-                timeout_s + 1.0
-            )
-        self._store.unwatch(self)
-        home.stop(1.0)
+        if (home := self._home) is not None:
+            with suppress(TimeoutError):
+                closing = asyncio.run_coroutine_threadsafe(self._close(timeout_s), home.loop)
+                closing.result(timeout_s + 1.0)
+            self._store.unwatch(self)
+            home.stop(1.0)
+        self.adapter = None
 
     def _wake(self) -> None:
         if (home := self._home) is not None:
@@ -197,9 +198,12 @@ class Consumer:
             self._cancelled.discard(job.seq)
         if outcome.state is not State.WAITING or outcome.counts:
             self.ended[outcome.state] = self.ended.get(outcome.state, 0) + 1
+        tells = outcome.state in (State.DEAD, State.UNREADABLE)  # maybe another queue, to be woken
         while True:
             try:
-                written = self._store.write(table.finish, job, outcome, self._limits)
+                written = self._store.write(
+                    table.finish, job, outcome, self._limits, is_durable=tells
+                )
                 if not await asyncio.wrap_future(written):
                     logger.warning("the end of the job %s came late: it runs again", job.id)
                 break

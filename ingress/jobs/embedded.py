@@ -61,7 +61,9 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
 
     def consumer(self, calls: JobCalls, room: Callable[[], int]) -> Consumer:
         """Return the consumer of the queue, whose jobs become such calls."""
-        return Consumer(self._config, self._options, self._opened, calls, room)
+        consumer = Consumer(self._config, self._options, self._opened, calls, room)
+        consumer.adapter = self
+        return consumer
 
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> NoReturn:
         raise self._no_consumer()
