@@ -10,12 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ingress._unsupported import absent_member, teller
 from ingress.config import LoggingConfig as LoggingConfig  # Ray Serve has it here
 from ingress.core.base.counters import LaneLoad, Latency
 from ingress.core.base.types import ReplicaRank as ReplicaRank  # Ray Serve has it here
+
+if TYPE_CHECKING:  # loaded by those who use them: `__getattr__`
+    from ingress.core.base.task_models import CeleryAdapterConfig as CeleryAdapterConfig
+    from ingress.core.base.task_models import SQLiteAdapterConfig as SQLiteAdapterConfig
+    from ingress.core.base.task_models import TaskProcessorAdapter as TaskProcessorAdapter
+    from ingress.core.base.task_models import TaskProcessorConfig as TaskProcessorConfig
+    from ingress.core.base.task_models import TaskResult as TaskResult
 
 
 class ApplicationStatus(StrEnum):
@@ -106,6 +113,6 @@ _OF_JOBS = frozenset({
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_JOBS:  # loaded by those who use them
+    if name in _OF_JOBS:
         return getattr(import_module("ingress.core.base.task_models"), name)
     return _absent(name)

@@ -30,7 +30,10 @@ def note(what: str, number: int) -> None:
     os.close(log)
 
 
-@serve.deployment(max_ongoing_requests=20, isolation=os.environ.get("JOBS_ISOLATION", "thread"))
+IN_PROCESSES = os.environ.get("JOBS_ISOLATION") == "process"
+
+
+@serve.deployment(max_ongoing_requests=20, isolation="process" if IN_PROCESSES else "thread")
 @task_consumer(task_processor_config=config)
 class Worker:
     @task_handler

@@ -451,9 +451,8 @@ def test_an_adapter_of_the_users_own_runs_the_handlers_as_calls() -> None:
 
     config = TaskProcessorConfig(queue_name="own", adapter=Own)
     consumer = task_consumer(task_processor_config=config)(Handles)
-    serve.run(
-        serve.deployment(consumer, max_ongoing_requests=3, num_replicas=2).bind(), route_prefix=None
-    )
+    deployment = serve.deployment(max_ongoing_requests=3, num_replicas=2)(consumer)
+    serve.run(deployment.bind(), route_prefix=None)
     assert Own.started.is_set()
     assert Own.ran["concurrency"] == 6
     adapter = instantiate_adapter_from_config(config)
@@ -472,46 +471,40 @@ def unknown_class(given: object) -> Any:
     return Bad
 
 
+CONFIG: dict[str, Any] = {"queue_name": "q"}
+NO_QUEUE: dict[str, Any] = {}
+
+
+def consumer(cls: type, config: Any = None) -> type:
+    decorate = task_consumer(task_processor_config=config or TaskProcessorConfig(**CONFIG))
+    return decorate(cls)
+
+
+def adapter(**changes: Any) -> TaskProcessorAdapter:
+    return instantiate_adapter_from_config(TaskProcessorConfig(**CONFIG, **changes))
+
+
+NO_FOLDER = SQLiteAdapterConfig(path="/no/such/jobs.db")
+
+
 @pytest.mark.parametrize(
     ("mistake", "error"),
     [
-        (lambda: TaskProcessorConfig(), "queue_name"),
-        (lambda: TaskProcessorConfig(queue_name="q", retries=1), "unexpected keyword argument"),
+        (lambda: TaskProcessorConfig(**NO_QUEUE), "queue_name"),
+        (lambda: TaskProcessorConfig(**CONFIG | {"retries": 1}), "unexpected keyword argument"),
         (lambda: SQLiteAdapterConfig(max_payload_bytes=0), "max_payload_bytes must be"),
         (lambda: task_handler(name=""), "Task name must be a non-empty string"),
-        (lambda: task_handler(3), "@task_handler decorates a method"),  # type: ignore[type-var]
-        (lambda: task_consumer(task_processor_config="q"), "must be a TaskProcessorConfig"),
+        (lambda: task_handler(3), "@task_handler decorates a method"),  # type: ignore[call-overload]
+        (lambda: consumer(dict, "q"), "must be a TaskProcessorConfig"),
+        (lambda: consumer(dict), "no method with @task_handler"),
+        (lambda: consumer(unknown_class(None)), "'request' of the task handler"),
         (
-            lambda: task_consumer(task_processor_config=TaskProcessorConfig(queue_name="q"))(dict),
-            "no method with @task_handler",
-        ),
-        (
-            lambda: task_consumer(task_processor_config=TaskProcessorConfig(queue_name="q"))(
-                unknown_class(None)
-            ),
-            "'request' of the task handler",
-        ),
-        (
-            lambda: instantiate_adapter_from_config(
-                TaskProcessorConfig(queue_name="q", adapter_config={"broker_url": "x"})
-            ),
+            lambda: adapter(adapter_config={"broker_url": "x"}),
             "adapter_config must be a CeleryAdapterConfig or a SQLiteAdapterConfig",
         ),
-        (
-            lambda: instantiate_adapter_from_config(
-                TaskProcessorConfig(queue_name="q", adapter="no.such:Adapter")
-            ),
-            "cannot be imported",
-        ),
-        (
-            lambda: instantiate_adapter_from_config(
-                TaskProcessorConfig(
-                    queue_name="q", adapter_config=SQLiteAdapterConfig(path="/no/such/jobs.db")
-                )
-            ),
-            "there is no directory /no/such; make it",
-        ),
-        (lambda: CeleryAdapterConfig(broker_url=""), "broker_url"),
+        (lambda: adapter(adapter="no.such:Adapter"), "cannot be imported"),
+        (lambda: adapter(adapter_config=NO_FOLDER), "there is no directory /no/such; make it"),
+        (lambda: CeleryAdapterConfig(broker_url="", backend_url=""), "broker_url"),
     ],
 )
 def test_a_mistake_is_told_where_it_is_made(mistake: Callable[[], Any], error: str) -> None:

@@ -64,6 +64,12 @@ def found(store: Store, id: str = "1") -> Job:
     return job
 
 
+def held(entered: threading.Event, go: threading.Event) -> None:
+    """Hold the store's thread, so that what comes next waits together."""
+    entered.set()
+    go.wait()
+
+
 def test_jobs_are_taken_in_order_and_once(tmp_path: Path) -> None:
     user = User()
     jobs = opened(tmp_path, user)
@@ -94,7 +100,8 @@ def test_enqueues_that_wait_together_share_one_commit(tmp_path: Path) -> None:
     jobs = opened(tmp_path, user)
     entered, go = threading.Event(), threading.Event()
     statements: list[str] = []
-    jobs.read(lambda db, now: (db.set_trace_callback(statements.append), entered.set(), go.wait()))
+    jobs.read(lambda db, now: db.set_trace_callback(statements.append))
+    jobs.read(lambda db, now: held(entered, go))
     entered.wait()
     answers = [
         jobs.write(table.put, NewJob(str(each), "q", "work", "[]"), is_durable=True)
@@ -112,7 +119,7 @@ def test_an_operation_that_fails_is_undone_alone(tmp_path: Path) -> None:
     user = User()
     jobs = opened(tmp_path, user)
     entered, go = threading.Event(), threading.Event()
-    jobs.read(lambda db, now: (entered.set(), go.wait()))
+    jobs.read(lambda db, now: held(entered, go))
     entered.wait()
 
     def half(db: sqlite3.Connection, now: float) -> None:
