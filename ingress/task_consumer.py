@@ -104,7 +104,7 @@ def task_handler(_func: Callable[..., Any] | None = None, *, name: str | None = 
 
 
 class ConsumerOf:
-    """What the engine finds on a class with `@task_consumer`."""
+    """The mark of a class with `@task_consumer`, which the engine finds."""
 
     __slots__ = ("config", "handlers")
 

@@ -1,4 +1,4 @@
-"""What goes into the store and comes out of it: JSON, read by the annotations of the handlers."""
+"""The JSON that goes into the store and comes out of it, read by the annotations of the handlers."""
 
 from __future__ import annotations
 

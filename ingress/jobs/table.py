@@ -38,7 +38,7 @@ pragma user_version = {VERSION};
 
 
 class State(StrEnum):
-    """Where a job is; the words that commands and metrics show."""
+    """The states of a job; the words that commands and metrics show."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -86,7 +86,7 @@ class Job(NamedTuple):
 
 
 class NewJob(NamedTuple):
-    """What an enqueue says of a job. `delay_s` counts from the enqueue."""
+    """The part of a job that its enqueue gives. `delay_s` counts from the enqueue."""
 
     id: str
     queue: str
@@ -98,7 +98,7 @@ class NewJob(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a consumer does with a job that ends: the options of its queue."""
+    """The options of a queue for the jobs that end."""
 
     keep_results_s: float
     max_crashes: int

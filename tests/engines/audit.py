@@ -319,7 +319,7 @@ def _judged_member(module: str, cls: str, name: str) -> dict[str, str]:
 
 def _ours(module: str, cls: str) -> Any:
     home = "app.declaration" if module == "declaration" else module
-    found = vars(import_module(f"ingress.{home}")).get(cls)
+    found = getattr(import_module(f"ingress.{home}"), cls, None)
     return found if inspect.isclass(found) else None
 
 

@@ -16,7 +16,7 @@ APP = "tests.jobs.jobs_app:main"
 
 
 class Log:
-    """What the handlers have noted."""
+    """The lines of the handlers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -27,7 +27,7 @@ LIMITS = Limits(60.0, 3, None, None)
 
 
 class User:
-    """What keeps a store open."""
+    """An object that keeps a store open."""
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_the_page_has_every_name_with_a_note() -> None:
 
 MODULES = {
     *("async_inference_autoscaling_policy", "dag", "experimental", "gradio_integrations", "llm"),
-    *("scripts", "task_consumer", "task_processor", "taskiq_task_processor"),
+    *("scripts", "taskiq_task_processor"),
 }
 """Modules of Ray Serve that users import separately: `from ray.serve.llm import ...`."""
 

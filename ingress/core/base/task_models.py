@@ -99,7 +99,7 @@ class TaskResult(BaseModel):
 
 
 class TaskProcessorAdapter(ABC):
-    """What carries jobs from `enqueue_task_sync` to the handlers of a deployment.
+    """A carrier of jobs, from `enqueue_task_sync` to the handlers of a deployment.
 
     `initialize` is called once. Of a deployment with `@task_consumer`, each handler is then
     registered as a function that blocks until its call has ended, and `start_consumer` begins.

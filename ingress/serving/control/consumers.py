@@ -41,7 +41,7 @@ class Consumer(Protocol):
 
 
 class ConsumerOf(Protocol):
-    """What a class brings."""
+    """The mark of a class that brings a consumer."""
 
     def open(self, handle: DeploymentHandle, room: Callable[[], int], slots: int) -> Consumer: ...
 
