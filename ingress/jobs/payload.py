@@ -1,4 +1,4 @@
-"""The JSON that goes into the store and comes out of it, read by the annotations of the handlers."""
+"""The JSON that goes into the store and comes out of it, read as the handlers are annotated."""
 
 from __future__ import annotations
 
