@@ -149,6 +149,12 @@ class AdapterConsumer:
             self._stopping = Thread(target=self._adapter.stop_consumer, name="ingress-jobs-stop")
             self._stopping.start()
 
+    def ask(self, action: str, **arguments: Any) -> Any:
+        raise ValueError(
+            f"the jobs of the queue {self.queue!r} are kept by {type(self._adapter).__name__}; use "
+            "the tools of its broker, such as `celery inspect`"
+        )
+
     def close(self, timeout_s: float) -> None:
         self.pause()
         if self._stopping is not None:

@@ -25,6 +25,7 @@ from ingress.cli.cluster_commands import delete
 from ingress.cli.control_commands import memory, reload, scale, status, stop
 from ingress.cli.file_commands import RUN_OPTIONS, build_command
 from ingress.cli.file_commands import config as config_command
+from ingress.cli.jobs_commands import jobs
 from ingress.cli.migrate_command import migrate as migrate_command
 from ingress.cli.new_command import new as new_command
 from ingress.cli.run_command import run
@@ -312,7 +313,9 @@ def _paragraph(lines: str) -> str:
     return lines.replace("\n", " ") if is_prose else lines
 
 
+app.add_typer(jobs)
+
 # typer keeps the line breaks of docstrings, which are wider than many terminals.
-for info in app.registered_commands:
+for info in (*app.registered_commands, *jobs.registered_commands):
     text = inspect.cleandoc((info.callback and info.callback.__doc__) or "")
     info.help = "\n\n".join(map(_paragraph, text.split("\n\n")))

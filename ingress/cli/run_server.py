@@ -37,7 +37,7 @@ from ingress.cli.replacing import (
     handover_of_workers,
 )
 from ingress.cli.sd_notify import READY, feed_watchdog, notify
-from ingress.cli.server_commands import change, commands_of
+from ingress.cli.server_commands import change, commands_of, jobs
 from ingress.cli.target import mistake, refusal, refusing
 from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
 from ingress.cli.worker import Served, run_all, work_until_reloaded
@@ -138,7 +138,7 @@ def serve_until_ctrl_c(
     is_local = engine == "local"
     observer = Observer(partial(parts_of, local_engine()))
     table = {
-        **commands_of(observer, change),
+        **commands_of(observer, change, jobs),
         **handover.table(),
         "reload": reloads.command,
     }
@@ -320,7 +320,7 @@ def _supervise(
     commands = WorkersCommands(supervisor, url)
     handover = handover_of_workers(supervisor, port)
     table = {
-        **commands_of(commands.observer, commands.change),
+        **commands_of(commands.observer, commands.change, commands.jobs),
         **handover.table(),
         "reload": reloads.command,
     }

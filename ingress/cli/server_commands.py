@@ -7,11 +7,12 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.sd_notify import notify
 from ingress.engines import local_engine
+from ingress.exceptions import RayServeException
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import WHAT
 from ingress.serving.control import changes
@@ -27,19 +28,30 @@ Changes = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Options to change, by application and deployment."""
 
 
+class JobsAnswer(TypedDict):
+    """The answer of a server to `ingress jobs`: rows of jobs, or the number of those changed."""
+
+    queues: list[str]
+    jobs: list[dict[str, Any]]
+    number: int
+
+
 class Failed(str):
     """The text of an error in a worker."""
 
     __slots__ = ()
 
 
-def commands_of(observer: Observer, change: Callable[..., list[str]]) -> dict[str, Command]:
-    """Return the commands of a server; `change` is that of this process, or of all workers."""
+def commands_of(
+    observer: Observer, change: Callable[..., list[str]], jobs: Callable[..., JobsAnswer]
+) -> dict[str, Command]:
+    """Return the commands of a server; `change` and `jobs` are those of it, or of its workers."""
     return {
         "livez": lambda arguments: "success",  # from a thread: it lives, whatever its loops do
         "view": lambda arguments: observer.view(),
         "progress": lambda arguments: observer.progress(),
         "memory": lambda arguments: memory(observer, arguments),
+        "jobs": lambda arguments: jobs(**arguments),
         "stop": stop,
         "scale": lambda arguments: change(scaling(arguments), SCALE, is_scaling=True),
     }
@@ -50,6 +62,7 @@ def commands_of_a_worker() -> dict[str, Command]:
     return {
         **{what: partial(_part, what) for what in WHAT},
         "check": lambda arguments: check(**arguments),
+        "jobs": lambda arguments: jobs(**arguments),
         "change": lambda arguments: change(**arguments),
     }
 
@@ -122,6 +135,26 @@ def change(wanted: Changes, origin: str, *, is_scaling: bool = False) -> list[st
         for name, options in wanted.items()
         for each in local_engine().change(name, options, origin=origin)
     ]
+
+
+def jobs(action: str, queue: str | None = None, **arguments: Any) -> JobsAnswer:
+    """Return the jobs of a queue, or of all, or change them. Raises `CommandError`."""
+    running = [each.deployments.values() for each in list(local_engine().applications.values())]
+    consumers = {each.consumer.queue: each.consumer for some in running for each in list(some)
+                 if each.consumer is not None}  # fmt: skip
+    if queue is not None and queue not in consumers:
+        there = ", ".join(map(repr, sorted(consumers))) or "none"
+        raise CommandError(f"no deployment runs the jobs of a queue {queue!r}; there: {there}")
+    found = JobsAnswer(queues=sorted(consumers), jobs=[], number=0)
+    for name, consumer in consumers.items():
+        if queue in (None, name):
+            try:
+                answer = consumer.ask(action, **arguments)
+            except (ValueError, RayServeException) as error:
+                raise CommandError(str(error)) from None
+            found["jobs"] += answer if action == "list" else []
+            found["number"] += 0 if action == "list" else answer
+    return found
 
 
 def _part(what: str, arguments: Mapping[str, Any]) -> Any:

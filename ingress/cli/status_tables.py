@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -107,7 +107,9 @@ def deployments(
     percentiles = ("p99",) if charts else ("p50", "p95", "p99")
     every = [each for one in view["applications"] for each in one["deployments"]]
     cancelled = ["cancel/s"] * any(each["cancelled"] for each in every)
-    heads = ["deployment", "status", "replicas", "run", "queue", "req/s", "err/s", *cancelled]
+    with_jobs = ["jobs"] * any(each["jobs"] for each in every)
+    heads = ["deployment", "status", "replicas", "run", "queue", *with_jobs]
+    heads += ["req/s", "err/s", *cancelled]
     heads += percentiles
     table = _table(heads, right_from=3)
     if charts:
@@ -130,6 +132,7 @@ def deployments(
             _states(each["replica_states"]),
             Text(str(each["ongoing"])),
             Text(str(each["queued"])),
+            *(jobs_of(each["jobs"]) for _ in with_jobs),
             Text(_number(each["rate"])),
             Text(_number(each["errors"]), "bold red" if each["errors"] else ""),
             *(Text(_number(each["cancelled"])) for _ in cancelled),
@@ -141,6 +144,13 @@ def deployments(
     if most is not None and len(rows) > most:
         table.add_row(Text(f"and {len(rows) - most} more", "dim"))
     return table
+
+
+def jobs_of(jobs: Mapping[str, Any] | None) -> Text:
+    """Return the states of jobs that are not over."""
+    states = ("waiting", "retrying", "running", "dead", "unreadable")
+    found = [f"{jobs[each]} {each}" for each in states if jobs and jobs[each]]
+    return Text(", ".join(found), "bold red" if jobs and jobs["dead"] else "")
 
 
 def replicas(view: View, *, wanted: str = "", most: int | None = None) -> Table:

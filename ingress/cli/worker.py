@@ -48,6 +48,7 @@ from ingress.cli.server_commands import (
     Changes,
     change,
     commands_of,
+    jobs,
     run_in_worker,
 )
 from ingress.config import LoggingConfig
@@ -373,7 +374,7 @@ def _commands_of_the_reloaded(observer: Observer) -> dict[str, Command]:
     def stop(arguments: Mapping[str, Any]) -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
-    return {**commands_of(observer, change), "reload": reload, "stop": stop, "view": view}
+    return {**commands_of(observer, change, jobs), "reload": reload, "stop": stop, "view": view}
 
 
 def _outlive_no_parent(config: uvicorn.Config) -> None:

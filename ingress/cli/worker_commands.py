@@ -23,6 +23,7 @@ from ingress.cli.control_socket import CommandError
 from ingress.cli.server_commands import (
     Changes,
     Failed,
+    JobsAnswer,
 )
 from ingress.cli.workers import Asked, Rolling, Supervisor
 from ingress.observe.live.observer import Observer
@@ -123,6 +124,11 @@ class WorkersCommands:
             rolling.is_over.wait()
         if rolling.error:
             raise CommandError(rolling.error)
+
+    def jobs(self, **arguments: Any) -> JobsAnswer:
+        """Answer `ingress jobs`. Workers share the queues: the one that has changed more counts."""
+        answers: list[JobsAnswer] = answered_by_all(self.workers, "jobs", **arguments)
+        return max(answers, key=lambda each: (len(each["jobs"]), each["number"]))
 
     def change(self, wanted: Changes, origin: str, *, is_scaling: bool = False) -> list[str]:
         """Change options in all workers, or in none. Returns a line for each.

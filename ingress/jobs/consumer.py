@@ -92,6 +92,24 @@ class Consumer:
         """Return the number of jobs that wait for a slot, for autoscaling."""
         return int(self.counts.get("due", 0))
 
+    def ask(self, action: str, **arguments: Any) -> Any:
+        """Answer `ingress jobs`: "list", "cancel", "retry" or "purge"."""
+        store, given = self._store, (self.queue, arguments.get("id"), arguments.get("state"))
+        match action:
+            case "list":
+                limit = arguments.get("limit", 100)
+                jobs = store.read(table.listed, *given, limit).result()
+                return [each._asdict() for each in jobs]
+            case "cancel":
+                keep_s = self._options.keep_results_s
+                job = store.write(table.cancel, given[1], keep_s, is_durable=True).result()
+                return int(job is not None and job.queue == self.queue and bool(job.cancelled))
+            case "retry":
+                return store.write(table.retry, *given, is_durable=True).result()
+            case "purge":
+                return store.write(table.purge, *given).result()
+        raise ValueError(f"action must be list, cancel, retry or purge, got {action!r}")
+
     def pause(self) -> None:
         """Take no more jobs: the deployment drains. Those that run go on."""
         self._is_stopping = True
@@ -232,7 +250,7 @@ class Consumer:
             return Outcome(State.DONE, self._dumped(value, f"the result of {job.name!r}"))
         except (UnreadableArgumentsError, ValueError) as error:
             if response is None:
-                return Outcome(State.UNREADABLE, error=_line(error))
+                return Outcome(State.UNREADABLE, error=str(error))
             return self._failed(job, error)
         except Exception as error:
             return await self._ended(job, response, error)

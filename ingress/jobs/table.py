@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -263,30 +263,37 @@ def get(db: sqlite3.Connection, now: float, id: str) -> Job | None:
 
 
 def listed(
-    db: sqlite3.Connection, now: float, queue: str | None, state: str | None, limit: int
+    db: sqlite3.Connection,
+    now: float,
+    queue: str,
+    id: str | None = None,
+    state: str | None = None,
+    limit: int = 100,
 ) -> list[Job]:
-    """Return the jobs of a queue in a state, the newest first."""
+    """Return one job of a queue, or those in a state, the newest first."""
     del now
-    where, given = _where(queue, [state] if state else [])
+    where, given = _where(queue, id, state)
     rows = db.execute(f"select * from job {where} order by seq desc limit ?", (*given, limit))
     return [Job._make(row) for row in rows]
 
 
-def retry(db: sqlite3.Connection, now: float, id: str) -> Job | None:
-    """Have a job that has ended without a result run again, as if it were new."""
-    db.execute(
-        "update job set state = 'waiting', tries = 0, crashes = 0, cancelled = 0, due = ?1, "
-        "updated = ?1, expires = null where id = ?2 and state in "
-        "('dead', 'unreadable', 'cancelled')",
-        (now, id),
-    )
-    return get(db, now, id)
+def retry(db: sqlite3.Connection, now: float, queue: str, id: str | None, state: str | None) -> int:
+    """Have the jobs run again that have ended without a result, as if they were new.
+
+    They are one job, or all in a state. Returns their number.
+    """
+    where, given = _where(queue, id, state)
+    return db.execute(
+        "update job set state = 'waiting', tries = 0, crashes = 0, cancelled = 0, due = ?, "
+        f"updated = ?, expires = null {where} and state in ('dead', 'unreadable', 'cancelled')",
+        (now, now, *given),
+    ).rowcount
 
 
-def purge(db: sqlite3.Connection, now: float, queue: str | None, states: Sequence[str]) -> int:
-    """Delete the jobs of a queue that are in these states. Those that run stay."""
+def purge(db: sqlite3.Connection, now: float, queue: str, id: str | None, state: str | None) -> int:
+    """Delete one job of a queue, or those in a state. Those that run stay. Returns their number."""
     del now
-    where, given = _where(queue, states)
+    where, given = _where(queue, id, state)
     return db.execute(f"delete from job {where} and state != 'running'", given).rowcount
 
 
@@ -295,11 +302,10 @@ def expire(db: sqlite3.Connection, now: float) -> int:
     return db.execute("delete from job where expires <= ?", (now,)).rowcount
 
 
-def _where(queue: str | None, states: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    terms = ["1"]
-    terms += ["queue = ?"] if queue else []
-    terms += [f"state in ({', '.join('?' * len(states))})"] if states else []
-    return f"where {' and '.join(terms)}", (*([queue] if queue else []), *states)
+def _where(queue: str, id: str | None, state: str | None) -> tuple[str, tuple[str, ...]]:
+    given = {"queue": queue, "id": id, "state": state}
+    known = {name: value for name, value in given.items() if value is not None}
+    return "where " + " and ".join(f"{name} = ?" for name in known), tuple(known.values())
 
 
 def _one(db: sqlite3.Connection, where: str, given: tuple[object, ...]) -> Job | None:

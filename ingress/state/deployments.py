@@ -91,6 +91,47 @@ def summed_http(parts: Iterable[list[HTTPCount]]) -> list[HTTPCount]:
 
 
 @dataclass(slots=True)
+class JobsSnapshot:
+    """The jobs of a deployment's queue, as they were at most a second ago.
+
+    The numbers by state are those of the whole queue, which several processes may share. `ended`
+    has the attempts that have ended in this server, by the states of their jobs.
+
+    retrying   of those that wait, those that have been tried
+    oldest_s   seconds for which the first of them could have begun
+    """
+
+    queue: str
+    waiting: int = 0
+    running: int = 0
+    retrying: int = 0
+    dead: int = 0
+    unreadable: int = 0
+    oldest_s: float = 0.0
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+def _jobs_snapshot(deployment: RunningDeployment) -> JobsSnapshot | None:
+    if (consumer := deployment.consumer) is None:
+        return None
+    found = JobsSnapshot(consumer.queue, ended=dict(consumer.ended))
+    for name, value in consumer.counts.items():
+        if hasattr(found, name):
+            setattr(found, name, value)
+    return found
+
+
+def _summed_jobs(parts: Sequence[JobsSnapshot]) -> JobsSnapshot | None:
+    """Return the jobs of one queue as several processes see it: one knows the latest numbers."""
+    if not parts:
+        return None
+    latest = max(parts, key=lambda each: each.waiting + each.running + each.dead)
+    states = {state for each in parts for state in each.ended}
+    sums = {state: sum(each.ended.get(state, 0) for each in parts) for state in states}
+    return replace(latest, ended=sums)
+
+
+@dataclass(slots=True)
 class DeploymentSnapshot:
     """One deployment: its status, its router's counters, and its replicas.
 
@@ -107,6 +148,7 @@ class DeploymentSnapshot:
     is_bounded     true if its queue has a limit
     is_settled     true if its replicas are as wanted, or a start or an update was given up
     undone_change  why the last change was given up and the options before are in use, or ""
+    jobs           those of its queue, `None` if it has none
     """
 
     status: str
@@ -128,6 +170,7 @@ class DeploymentSnapshot:
     is_bounded: bool = False
     is_settled: bool = True
     undone_change: str = ""
+    jobs: JobsSnapshot | None = None
 
     @property
     def ongoing(self) -> int:
@@ -155,6 +198,7 @@ class DeploymentSnapshot:
             queued=0,
             held_s=0.0,
             replicas=[],
+            jobs=self.jobs and JobsSnapshot(self.jobs.queue, ended=self.jobs.ended),
             ended=dict(list(self.counts().items())[-MAX_ENDED:]),
         )
 
@@ -200,6 +244,7 @@ def deployment_snapshot(
         is_bounded=router.max_queued_requests >= 0,
         is_settled=has_failed or deployment.is_settled(),
         undone_change=deployment.rejected or (deployment.setbacks.problem if has_failed else ""),
+        jobs=_jobs_snapshot(serving),
     )
     there = {each.replica_id for each in found.replicas}
     # Race with the end of a replica, which is kept before it is removed: it counts once.
@@ -227,6 +272,7 @@ def summed(parts: Sequence[DeploymentSnapshot]) -> DeploymentSnapshot:
         is_bounded=any(part.is_bounded for part in parts),
         is_settled=all(part.is_settled for part in present),
         undone_change=joined(each.undone_change for each in present),
+        jobs=_summed_jobs([each.jobs for each in parts if each.jobs is not None]),
     )
 
 

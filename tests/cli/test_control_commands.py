@@ -365,8 +365,8 @@ def test_a_server_that_ends_leaves_the_socket_of_one_that_has_taken_its_name(run
 EVIL = "\x1b]0;it\x07\x1b[2J\x9b31m\u202egpj\r\x08\x7f\ud800"
 _DEPLOYMENT = {
     "name": EVIL, "status": EVIL, "state": EVIL, "message": EVIL, "replica_states": {EVIL: 1},
-    "ongoing": 0, "queued": 0, "rate": 0.0, "errors": 0.0, "cancelled": 0.0, "left": 0.0, "p50": 1,
-    "p95": 1, "p99": 1, "recent": {"rate": [], "p99": []},
+    "ongoing": 0, "queued": 0, "jobs": None, "rate": 0.0, "errors": 0.0, "cancelled": 0.0,
+    "left": 0.0, "p50": 1, "p95": 1, "p99": 1, "recent": {"rate": [], "p99": []},
 }  # fmt: skip
 _LOOP = {"stands_ms": 0, "busy": 0.0, "runs": None, "thread": EVIL}
 VIEW = {

@@ -36,7 +36,7 @@ from ingress.observe.admin.exposition import exposition
 from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM
 from ingress.observe.admin.listener import as_json
 from ingress.state.applications import ApplicationSnapshot
-from ingress.state.deployments import DeploymentSnapshot, HTTPCount, ReplicaSnapshot
+from ingress.state.deployments import DeploymentSnapshot, HTTPCount, JobsSnapshot, ReplicaSnapshot
 from ingress.state.server import ProcessSnapshot, Snapshot, merged, snapshot_of
 from ingress.testing import Latch
 from tests.observe.test_admin import admin_port, serving
@@ -104,6 +104,7 @@ def everything(*, replicas: int = 1) -> Snapshot:
         [ReplicaSnapshot(str(n), "server", 1, "RUNNING", 2, 100, 1, "", 0,
                          {"db": LaneLoad(4, 1, 2)}, ["a", "b"], {"Model.predict": 5}, counts)
          for n in range(replicas)],
+        jobs=JobsSnapshot("q", 3, 1, 2, 1, 1, 9.0, {"done": 4, "dead": 1}),
     )  # fmt: skip
     application = ApplicationSnapshot("RUNNING", "", "/", 0.0, {"Model": deployment})
     return Snapshot(

@@ -195,6 +195,13 @@ def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSn
     for replica, counts in deployment.counts().items():
         _add_counts(lines, _labels(application=app, deployment=name, replica=replica), counts)
     _add_gauges(lines, app, name, deployment.replicas)
+    if (jobs := deployment.jobs) is not None:
+        with_queue = _and(labels, queue=jobs.queue)
+        lines.add(with_queue, (f.JOBS_OLDEST, jobs.oldest_s))
+        for state in ("waiting", "retrying", "running", "dead", "unreadable"):
+            lines.add(_and(with_queue, state=state), (f.JOBS, getattr(jobs, state)))
+        for state, number in jobs.ended.items():
+            lines.add(_and(with_queue, state=state), (f.JOBS_ENDED, number))
 
 
 def _add_http(lines: _Lines, app: str, counts: list[HTTPCount]) -> None:

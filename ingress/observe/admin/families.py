@@ -359,6 +359,25 @@ WORKERS = Family(
     "ingress_workers", GAUGE, ("state",), 'Processes that serve: "ready", or "silent".'
 )
 
+JOBS = Family(
+    "ingress_jobs",
+    GAUGE,
+    (*DEPLOYMENT, "queue", "state"),
+    "Jobs of a queue: waiting, of these retrying; running, dead, unreadable.",
+)
+JOBS_OLDEST = Family(
+    "ingress_jobs_oldest_seconds",
+    GAUGE,
+    (*DEPLOYMENT, "queue"),
+    "Seconds for which the first job that waits could have begun.",
+)
+JOBS_ENDED = Family(
+    "ingress_jobs_ended_total",
+    COUNTER,
+    (*DEPLOYMENT, "queue", "state"),
+    "Attempts at jobs that have ended: done, dead, unreadable, cancelled, or waiting again.",
+)
+
 FAMILIES = tuple(each for each in list(globals().values()) if isinstance(each, Family))
 
 _BY_LABELS: dict[tuple[str, ...], list[tuple[Family, Callable[[Any], Any]]]] = defaultdict(list)

@@ -181,6 +181,13 @@ def _words(
     if left >= FAILING:
         text = f"{left:.1%} of its clients left before their answer began in the last minute"
         found.append(("left", "warn", text, ""))
+    if (jobs := deployment["jobs"]) and (lost := jobs["dead"] + jobs["unreadable"]):
+        text = (
+            f"{_count(lost, 'job', 'jobs')} of the queue {jobs['queue']!r} "
+            f"{'was' if lost == 1 else 'were'} given up; see "
+            f"`ingress jobs list --queue {jobs['queue']}`"
+        )
+        found.append(("jobs", "warn", text, ""))
     if deployment["orphans"]:
         runs = _count(deployment["orphans"], "call runs", "calls run")
         text = f"{runs} on although the client has left or the deadline has passed"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from time import time
 from typing import Any, TypedDict
 
@@ -64,7 +65,7 @@ class DeploymentView(Rates):
     """A deployment in all processes, with its rates of the last minute.
 
     `state` is `status`, unless a problem says more. `refused` is a rate, too. A deployment
-    `is_bounded` if its queue has a limit.
+    `is_bounded` if its queue has a limit. `jobs` has the fields of a `JobsSnapshot`.
     """
 
     name: str
@@ -81,6 +82,7 @@ class DeploymentView(Rates):
     refused: float
     held_s: float
     is_bounded: bool
+    jobs: dict[str, Any] | None
     recent: Recent
 
 
@@ -219,6 +221,7 @@ def _deployment(
         "refused": round(refused, 3),
         "held_s": round(found.held_s, 1),
         "is_bounded": found.is_bounded,
+        "jobs": None if found.jobs is None else asdict(found.jobs),
         **rates,
         "recent": recent,
     }

@@ -36,6 +36,9 @@ class Consumer(Protocol):
     def pause(self) -> None:
         """Take no more jobs."""
 
+    def ask(self, action: str, **arguments: Any) -> Any:
+        """Return the jobs, or change them: for `ingress jobs`. Blocks. Raises `ValueError`."""
+
     def close(self, timeout_s: float) -> None:
         """Hand back the jobs that have not ended. Blocks."""
 
