@@ -29,6 +29,7 @@ from threading import Thread
 from typing import Any, TypeVar, overload
 
 from ingress._unsupported import teller
+from ingress.app.declaration.names import TASK
 from ingress.core.base.task_models import (
     CELERY,
     DEFAULT_CONCURRENCY,
@@ -39,7 +40,7 @@ from ingress.core.base.task_models import (
 )
 from ingress.core.execution.execution import OVERRIDE, ExecutionMode, Override, kind
 from ingress.handle import DeploymentHandle
-from ingress.jobs.calls import MARK, Handler, JobCalls, JobFunction, handlers_of
+from ingress.jobs.calls import Handler, JobCalls, JobFunction, handlers_of
 from ingress.jobs.embedded import EmbeddedTaskProcessorAdapter
 from ingress.serving.control.consumers import CONSUMER, Consumer
 
@@ -95,9 +96,9 @@ def task_handler(_func: Callable[..., Any] | None = None, *, name: str | None = 
             raise TypeError(
                 f"@task_handler decorates a method, got {func!r}; put it next to the `def`"
             )
-        setattr(func, MARK, name or func.__name__)
+        setattr(func, TASK, name or func.__name__)
         if not kind(func).is_async and not hasattr(func, OVERRIDE):
-            setattr(func, OVERRIDE, Override(ExecutionMode.THREADPOOL))
+            setattr(func, OVERRIDE, Override(ExecutionMode.THREADPOOL, by="@task_handler"))
         return func
 
     return decorate if _func is None else decorate(_func)
@@ -110,6 +111,11 @@ class ConsumerOf:
 
     def __init__(self, config: TaskProcessorConfig, handlers: dict[str, Handler]) -> None:
         self.config, self.handlers = config, handlers
+
+    @property
+    def is_of_one_machine(self) -> bool:
+        config = self.config
+        return config.adapter is None and not isinstance(config.adapter_config, CeleryAdapterConfig)
 
     def open(self, handle: DeploymentHandle, room: Callable[[], int], slots: int) -> Consumer:
         """Connect, for a deployment that has so many slots. Blocks.

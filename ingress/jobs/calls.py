@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from ingress.app.declaration.names import TASK
 from ingress.core.base.foreign import advisory
 from ingress.core.base.types import RequestMetadata, new_request_id
 from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, NO_WORK, Call
 from ingress.core.execution.execution import Kind, kind
 from ingress.handle import DeploymentHandle
 from ingress.jobs.payload import Read, UnreadableArgumentsError, reader_of
-
-MARK = "__ingress_task_name__"
-"""The attribute of a function with the name of the jobs that it handles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ def handlers_of(cls: type) -> dict[str, Handler]:
     found: dict[str, Handler] = {}
     for method in dir(cls):
         func = inspect.getattr_static(cls, method)
-        if (name := getattr(func, MARK, None)) is None:
+        if (name := getattr(func, TASK, None)) is None:
             continue
         if name in found:
             raise ValueError(

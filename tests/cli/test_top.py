@@ -287,8 +287,8 @@ def deployment(number: int, **values: Any) -> dict[str, Any]:
     return {
         "name": f"D{number}", "status": "HEALTHY", "state": "HEALTHY", "message": "",
         "replica_states": {"RUNNING": 2}, "ongoing": 1, "queued": 0, "jobs": None,
-        "rate": 1.0, "errors": 0.0, "cancelled": 0.0, "left": 0.0, "p50": 1.0, "p95": 2.0, "p99": 3.0,
-        "recent": {"rate": [0, 1, None, 4], "p99": [1, 2]}, **values,
+        "rate": 1.0, "errors": 0.0, "cancelled": 0.0, "left": 0.0, "p50": 1.0, "p95": 2.0,
+        "p99": 3.0, "recent": {"rate": [0, 1, None, 4], "p99": [1, 2]}, **values,
     }  # fmt: skip
 
 

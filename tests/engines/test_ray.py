@@ -27,6 +27,8 @@ from ingress.engines.ray.lowering import (
     options_for_ray,
 )
 from ingress.engines.ray.messages import CALL, as_arrived, as_sent, remote_name
+from ingress.schema import TaskProcessorConfig
+from ingress.task_consumer import task_consumer, task_handler
 from tests.programs import (
     ROOT,
     UVICORN,
@@ -74,6 +76,19 @@ def lowered(**options: Any) -> dict[str, Any]:
 def folder(tmp_path: Path) -> Path:
     write_module(tmp_path, "app", APP)
     return tmp_path
+
+
+def test_jobs_in_a_file_of_one_machine_are_refused() -> None:
+    class Consumer:
+        @task_handler
+        async def work(self) -> None: ...
+
+    config = TaskProcessorConfig(queue_name="q")
+    application = serve.deployment(task_consumer(task_processor_config=config)(Consumer)).bind()
+    with pytest.raises(
+        ValueError, match="which the nodes of a Ray cluster do not share; give Task"
+    ):
+        options_for_ray(build(application, "default", acts_on_all=True).ingress, {})
 
 
 # Options

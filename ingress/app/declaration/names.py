@@ -31,6 +31,10 @@ def check_prefix(prefix: object) -> str | None:
     return prefix
 
 
+TASK = "__ingress_task_name__"
+"""The attribute of a function with the name of the jobs that it handles: `@task_handler`."""
+
+
 class PublicMethods:
     """The names of the callables of a class or instance that do not begin with `_`, in order."""
 

@@ -163,12 +163,18 @@ class ThreadPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """The options of `@serve.method` for one callable. `lane` is "" for the shared threads."""
+    """The options of `@serve.method` for one callable. `lane` is "" for the shared threads.
+
+    `by` names another decorator that has set them, "" for `@serve.method` itself.
+    """
 
     mode: ExecutionMode
     lane: str = ""
+    by: str = ""
 
     def __str__(self) -> str:
+        if self.by:
+            return self.by
         given = f"lane={self.lane!r}" if self.lane else f"execution={self.mode.name.lower()!r}"
         return f"@serve.method({given})"
 

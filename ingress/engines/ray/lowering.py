@@ -8,6 +8,7 @@
     request_router_class of ingress          refused: the router there is Ray's
     retry_started_methods (`HTTPOptions`)    refused: the proxies there are Ray's
     the limits of `HTTPLimits`               refused too
+    jobs in the embedded store               refused: nodes share no file
 
 Source of Ray's names: Ray 2.60.0, serve/config.py. Does not import Ray.
 """
@@ -34,6 +35,7 @@ from ingress.core.base.settings import (
     HTTPLimits,
     Settings,
 )
+from ingress.serving.control.consumers import consumer_of
 
 PASSED = frozenset(
     {
@@ -82,6 +84,13 @@ def options_for_ray(
     """
     config = built.deployment.config
     given = config.model_fields_set
+    consumer = consumer_of(built.deployment.func_or_class)
+    if consumer is not None and consumer.is_of_one_machine:
+        raise ValueError(
+            f"the jobs of deployment {built.name!r} are in a file of one machine, which the nodes "
+            "of a Ray cluster do not share; give TaskProcessorConfig(adapter_config="
+            "CeleryAdapterConfig(broker_url=..., backend_url=...)), or run it with --engine local"
+        )
     options: dict[str, object] = {
         "name": built.name,
         "max_ongoing_requests": config.max_ongoing_requests,

@@ -59,7 +59,13 @@ from ingress.core.execution.threads import lend_executor
 from ingress.engines.ray.calls import RayDirectory, RayHandle, portable, use_here
 from ingress.engines.ray.messages import HOOKS, ReplicaSpec, as_arrived
 from ingress.exceptions import DeploymentUnavailableError
-from ingress.handle import DeploymentResponse, DeploymentResponseGenerator, Invocation
+from ingress.handle import (
+    DeploymentHandle,
+    DeploymentResponse,
+    DeploymentResponseGenerator,
+    Invocation,
+)
+from ingress.serving.control.consumers import consumer_of
 from ingress.serving.http.in_flight import InFlight
 from ingress.serving.http.reply import Reply
 from ingress.serving.http.request_head import REQUEST_ID_HEADER, content_length, read_head
@@ -157,6 +163,11 @@ class RayReplica:
                 setattr(self, hook, _Hook(self, hook))
         await self._replica.start(args, kwargs, self._user_config)
         self._router.add(self._replica)
+        if (found := consumer_of(target)) is not None:
+            handle: DeploymentHandle = DeploymentHandle(self._deployment, self._directory)
+            slots = self._config.max_ongoing_requests
+            self._consumer = await asyncio.to_thread(found.open, handle, lambda: 0, slots)
+            self._consumer.begin()
         self._metrics = ReplicaMetrics(self._replica)
 
     def __getattr__(self, name: str) -> RemoteMethod:
@@ -198,9 +209,13 @@ class RayReplica:
         if (replica := self.__dict__.get("_replica")) is not None:
             self._router.refuse(f"{self._deployment} is unavailable because it was stopped.")
             self._model_ids.stop()
+            if (consumer := self.__dict__.get("_consumer")) is not None:
+                consumer.pause()
             if "_metrics" in self.__dict__:  # it started
                 self._metrics.stop()
             await replica.stop(self._spec.stop_timeout_s)
+            if consumer is not None:
+                await asyncio.to_thread(consumer.close, self._spec.stop_timeout_s)
         self._directory.close()
 
     def _find_handle(self, deployment_id: DeploymentID) -> RayHandle:

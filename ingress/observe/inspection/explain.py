@@ -22,7 +22,7 @@ from ingress.app.asgi import Part
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltDeployment, build
 from ingress.app.declaration.declaration import Application
-from ingress.app.declaration.names import PublicMethods
+from ingress.app.declaration.names import TASK, PublicMethods
 from ingress.config import DeploymentConfig
 from ingress.core.base.foreign import stored, undisguised, unwrapped
 from ingress.core.base.libraries import is_library
@@ -323,7 +323,8 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
     served = {id(part.func) for part in parts}
     if inspect.isfunction(target.__init__):
         parts.insert(0, Part("constructor", target.__init__, Role.LIFECYCLE))
-    for name in [*_calls(target), *PublicMethods(target)]:
+    handlers = [name for name in dir(target) if stored(stored(target, name), TASK)]
+    for name in dict.fromkeys([*_calls(target), *PublicMethods(target), *handlers]):
         member = undisguised(getattr(target, name))
         if member is None or id(stored(member, "__func__", member)) in served:
             continue
@@ -332,6 +333,8 @@ def parts_of(built: BuiltDeployment, *, is_ingress: bool) -> list[Part]:
         if name != "__call__" and name not in _HOOKS and _is_of_a_library(target, name):
             continue
         what = call if name == "__call__" else name if name in _HOOKS else "method"
+        if name in handlers:
+            what = f"job {stored(member, TASK)}"
         parts += _unwrapped(what, member)
     parts += list(_inner_parts(target, parts))
     if hasattr(target, "__del__"):

@@ -46,6 +46,10 @@ class Consumer(Protocol):
 class ConsumerOf(Protocol):
     """The mark of a class that brings a consumer."""
 
+    @property
+    def is_of_one_machine(self) -> bool:
+        """Return whether its jobs are in a file, which other machines do not reach."""
+
     def open(self, handle: DeploymentHandle, room: Callable[[], int], slots: int) -> Consumer: ...
 
 
