@@ -3,7 +3,7 @@
 python    parts of the file that the first line names; a line `...` stands between two parts
 console   commands, each after `$ `, and the output that they print, as in `tests/documents.py`.
           `ingress run` serves until the end of the page; the `curl`s that follow are sent to it.
-          `wrk` is not run: a load figure is measured by hand
+          `wrk` is not run: a load figure is measured by hand. `kill -9` ends the server
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def check_page(name: str, folder: Path) -> None:
                     running = until_the_end.enter_context(server)
                     running.wait_for("is ready")
                     address = running.url
+                elif words[:2] == ["kill", "-9"]:
+                    running.process.kill()
+                    running.process.wait()
                 elif words[0] != "wrk":
                     curl = "curl -sS --max-time 50 --noproxy '*' "
                     command = command.replace("curl ", curl).replace(_ADDRESS, address)

@@ -48,7 +48,6 @@ class Consumer:
 
     `room` returns the number of the deployment's free slots; `counts` has the number of jobs in
     each state of `table.State`, at most a second old, and `ended` those that have ended here.
-    `adapter` keeps the store open until the end.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Consumer:
         self._looking: asyncio.Task[None] | None = None
         self.counts: dict[str, float] = {}
         self.ended: dict[str, int] = {}
-        self.adapter: object = None
 
     # Any thread.
 
@@ -124,7 +122,6 @@ class Consumer:
                 closing.result(timeout_s + 1.0)
             self._store.unwatch(self)
             home.stop(1.0)
-        self.adapter = None
 
     def _wake(self) -> None:
         if (home := self._home) is not None:
@@ -152,6 +149,8 @@ class Consumer:
             self._woken.clear()
             pause_s = TICK_S
             try:
+                if not self._store.owner:
+                    await asyncio.wrap_future(self._store.write(self._store.own))
                 if loop.time() >= tick_at:
                     await self._tick()
                     tick_at = loop.time() + TICK_S

@@ -57,13 +57,11 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
     def initialize(self, consumer_concurrency: int = DEFAULT_CONCURRENCY) -> None:
         del consumer_concurrency  # the slots of the replicas
         if self._store is None:
-            self._store = use_store(self._options.path, self)
+            self._store = use_store(self._options.path)
 
     def consumer(self, calls: JobCalls, room: Callable[[], int]) -> Consumer:
         """Return the consumer of the queue, whose jobs become such calls."""
-        consumer = Consumer(self._config, self._options, self._opened, calls, room)
-        consumer.adapter = self
-        return consumer
+        return Consumer(self._config, self._options, self._opened, calls, room)
 
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> NoReturn:
         raise self._no_consumer()

@@ -10,7 +10,7 @@ Several processes may use one file. Each holds a lock of the operating system on
 FILE-owners, from before its first claim until it ends: who gets that lock knows that the owner is
 dead, whatever its clock, its process id or its container. Locks of POSIX (`fcntl`) belong to the
 process: a forked child does not keep them, and a second descriptor of that file, once closed,
-would give them back. So there is one `Store` for each file.
+would give them back. So there is one `Store` for each file in a process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -39,6 +37,7 @@ except ImportError:  # Windows
 
 T = TypeVar("T")
 
+IDLE_S = 0.2  # without a request or a consumer, until the file is closed
 POLL_S = 0.01  # between two looks for what other processes have written
 BUSY_S = 5.0  # for another process that holds the file
 MAX_BATCH = 512
@@ -78,38 +77,43 @@ class Clock:
 
 
 class Store:
-    """The jobs in one file. Thread-safe; made by `use_store`.
+    """The jobs in one file. Thread-safe; there is one for each file, which `use_store` returns.
 
-    `owner` is the number under which this process claims jobs.
+    The thread and the descriptors are there while somebody watches, and for `IDLE_S` after the last
+    request. `owner` is the number under which this process claims jobs, from the first `watch` on.
     """
 
     __slots__ = (
-        "__weakref__", "_clock", "_db", "_inbox", "_locks", "_version", "_watchers", "_which",
-        "is_closing", "owner", "path", "thread", "users",
+        "_clock", "_db", "_inbox", "_locks", "_starting", "_thread", "_version", "_watchers",
+        "_which", "owner", "path",
     )  # fmt: skip
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.users = 0
-        self.is_closing = False
-        self._db = _opened(path)
-        try:
-            self._which = _which(path)
-            self._locks = os.open(f"{path}-owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self.owner = self._new_owner()
-            (last,) = self._db.execute("select max(updated) from job").fetchone()
-        except BaseException:
-            self._db.close()
-            raise
-        self._clock = Clock(last or 0.0)
-        self._version = -1
+        self.owner = 0
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._watchers: dict[object, Callable[[], None]] = {}
-        self._inbox: SimpleQueue[_Request | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="ingress-jobs-store", daemon=True)
-        self.thread.start()
+        self._inbox: SimpleQueue[_Request] = SimpleQueue()
 
     def __repr__(self) -> str:
         return f"Store({str(self.path)!r})"
+
+    def open(self) -> None:
+        """Open the file, unless it is. Raises `ValueError` with the fix."""
+        with self._starting:
+            self._open()
+
+    def _open(self) -> None:
+        if self._thread is not None:
+            return
+        self._db = _opened(self.path)
+        self._which = _which(self.path)
+        self._locks = os.open(f"{self.path}-owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        (last,) = self._db.execute("select max(updated) from job").fetchone()
+        self._clock, self._version, self.owner = Clock(last or 0.0), -1, 0
+        self._thread = threading.Thread(target=self._run, name="ingress-jobs-store", daemon=True)
+        self._thread.start()
 
     def read(self, operation: Callable[..., T], *args: Any) -> Future[T]:
         """Read the table. The answer may raise `TaskQueueError`."""
@@ -130,13 +134,24 @@ class Store:
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()  # a caller that goes does not undo it
         run = lambda db, now: operation(db, now, *args)  # noqa: E731
-        self._inbox.put(_Request(run, answer, writes, is_durable))
+        # Race with the thread, which ends when it is idle: it looks into the inbox under this lock.
+        with self._starting:
+            self._inbox.put(_Request(run, answer, writes, is_durable))
+            try:
+                self._open()
+            except ValueError as error:  # it was there when the adapter was made
+                self._answer_all_with(TaskQueueError(str(error)))
         return answer
+
+    def _answer_all_with(self, error: TaskQueueError) -> None:
+        with suppress(Empty):
+            while True:
+                self._inbox.get_nowait().answer.set_exception(error)
 
     def watch(self, key: object, wake: Callable[[], None]) -> None:
         """Call `wake`, in the store's thread, whenever there may be something new."""
         self._watchers = {**self._watchers, key: wake}  # replaced: the thread goes through it
-        self.read(lambda db, now: None)  # the thread waits without end while nobody watches
+        self.read(lambda db, now: None)  # the thread waits longer while nobody watches
 
     def unwatch(self, key: object) -> None:
         self._watchers = {each: wake for each, wake in self._watchers.items() if each != key}
@@ -153,36 +168,19 @@ class Store:
         fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, owner)
         return False
 
-    def close(self) -> None:
-        """End the thread once it has answered all that was asked. Thread-safe."""
-        self.is_closing = True
-        self._inbox.put(None)
-
     # The store's thread.
 
     def _run(self) -> None:
-        try:
-            while self._serve():
-                pass
-        finally:
-            with suppress(sqlite3.Error):
-                self._db.close()
-            os.close(self._locks)
+        while self._serve():
+            pass
 
     def _serve(self) -> bool:
-        """Answer all that waits. Returns False once it is to end."""
+        """Answer all that waits. Returns False once it has been idle, and everything is closed."""
         batch: list[_Request] = []
-        is_last = False
-        try:
-            first = self._inbox.get(timeout=POLL_S if self._watchers else None)
-            while first is not None:
-                batch.append(first)
-                if len(batch) == MAX_BATCH:
-                    break
-                first = self._inbox.get_nowait()
-            is_last = first is None
-        except Empty:
-            pass
+        with suppress(Empty):
+            batch.append(self._inbox.get(timeout=POLL_S if self._watchers else IDLE_S))
+            while len(batch) < MAX_BATCH:
+                batch.append(self._inbox.get_nowait())
         self._answer([each for each in batch if not each.writes])
         writes = [each for each in batch if each.writes]
         if writes:
@@ -190,7 +188,17 @@ class Store:
         if self._watchers and (self._has_changed() or any(each.is_durable for each in writes)):
             for wake in self._watchers.values():
                 wake()
-        return not is_last
+        return bool(batch or self._watchers) or not self._has_ended()
+
+    def _has_ended(self) -> bool:
+        with self._starting:
+            if not self._inbox.empty() or self._watchers:
+                return False
+            self._thread = None
+            with suppress(sqlite3.Error):
+                self._db.close()
+            os.close(self._locks)  # and with it the owner's lock
+            return True
 
     def _has_changed(self) -> bool:
         """Return whether another process has written since the last look."""
@@ -266,14 +274,14 @@ class Store:
         told.__cause__ = error
         return told
 
-    def _new_owner(self) -> int:
-        self._db.execute("begin immediate")
-        owner = self._db.execute("insert into owner default values").lastrowid
-        self._db.execute("delete from owner where id < ?", (owner,))
-        self._db.execute("commit")
-        assert owner is not None
-        fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, owner)
-        return owner
+    def own(self, db: sqlite3.Connection, now: float) -> int:
+        """Return the owner of this process, and make it first; an operation, for `write`."""
+        del now
+        if not self.owner:
+            self.owner = db.execute("insert into owner default values").lastrowid or 0
+            db.execute("delete from owner where id < ?", (self.owner,))
+            fcntl.lockf(self._locks, fcntl.LOCK_EX, 1, self.owner)
+        return self.owner
 
 
 def _which(path: Path) -> tuple[int, int] | None:
@@ -357,40 +365,26 @@ def file_system_of(folder: Path) -> str:
 
 
 _stores: dict[Path, Store] = {}
-_inherited: list[Store] = []  # of the parent: closing them here would touch its locks
-# Reentrant: the garbage collector may release a store in a thread that holds it.
-_lock = threading.RLock()
+_inherited: list[Store] = []  # of the parent: a connection must not be closed in another process
+_lock = threading.Lock()
 
 
-def use_store(path: str, user: object) -> Store:
-    """Return the store of a file, which stays open while `user` lives. Raises `ValueError`."""
+def use_store(path: str) -> Store:
+    """Return the store of a file, opened. Raises `ValueError` with the fix."""
     file = Path(path).expanduser().resolve()
     with _lock:
-        store = _stores.get(file)
-        if store is not None and store.is_closing:
-            store.thread.join()  # its descriptor would take the new one's locks with it
-            store = None
-        if store is None:
-            store = _stores[file] = Store(file)
-        store.users += 1
-    weakref.finalize(user, _release, store)
+        store = _stores.setdefault(file, Store(file))
+    store.open()
     return store
-
-
-def _release(store: Store) -> None:
-    with _lock:
-        store.users -= 1
-        if store.users == 0 and store not in _inherited:
-            store.close()
 
 
 def _forget_parent() -> None:
     """In a forked child: the parent's stores have no thread here, and are not used."""
     global _lock
-    _lock = threading.RLock()
+    _lock = threading.Lock()
     _inherited.extend(_stores.values())
     _stores.clear()
 
 
-if sys.platform != "win32":
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_parent)

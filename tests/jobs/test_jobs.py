@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -539,8 +538,7 @@ def test_what_is_no_json_and_what_is_not_there(jobs: Jobs) -> None:
 
 @pytest.fixture(autouse=True)
 def stores_end() -> Iterator[None]:
-    """Wait for the threads of stores that no adapter uses any more."""
+    """Wait for the threads of stores that nobody uses any more."""
     yield
     serve.shutdown()
-    gc.collect()
     wait_until(lambda: not any("jobs" in each.name for each in threading.enumerate()))

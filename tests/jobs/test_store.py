@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import shutil
 import sqlite3
 import subprocess
@@ -26,26 +24,16 @@ from tests.servers import run_python, wait_until
 LIMITS = Limits(60.0, 3, None, None)
 
 
-class User:
-    """An object that keeps a store open."""
-
-
-@pytest.fixture
-def user() -> Iterator[User]:
-    found = [User()]
-    yield found[0]
-    found.clear()
-
-
 @pytest.fixture(autouse=True)
 def stores_end() -> Iterator[None]:
     yield
-    gc.collect()
     wait_until(lambda: not any("jobs-store" in each.name for each in threading.enumerate()))
 
 
-def opened(path: Path, user: object) -> Store:
-    return use_store(str(path / "jobs.db"), user)
+def opened(path: Path) -> Store:
+    store = use_store(str(path / "jobs.db"))
+    store.write(store.own).result()
+    return store
 
 
 def put(store: Store, id: str = "1", **changes: Any) -> Job:
@@ -71,8 +59,7 @@ def held(entered: threading.Event, go: threading.Event) -> None:
 
 
 def test_jobs_are_taken_in_order_and_once(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     for id in "123":
         put(jobs, id)
     with ThreadPoolExecutor(8) as pool:
@@ -82,8 +69,7 @@ def test_jobs_are_taken_in_order_and_once(tmp_path: Path) -> None:
 
 
 def test_the_end_of_an_older_claim_has_no_effect(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     put(jobs)
     (first,) = taken(jobs)
     assert jobs.write(table.recover, "q", jobs.owner, LIMITS).result() == 1
@@ -96,8 +82,7 @@ def test_the_end_of_an_older_claim_has_no_effect(tmp_path: Path) -> None:
 
 
 def test_enqueues_that_wait_together_share_one_commit(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     entered, go = threading.Event(), threading.Event()
     statements: list[str] = []
     jobs.read(lambda db, now: db.set_trace_callback(statements.append))
@@ -116,8 +101,7 @@ def test_enqueues_that_wait_together_share_one_commit(tmp_path: Path) -> None:
 
 
 def test_an_operation_that_fails_is_undone_alone(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     entered, go = threading.Event(), threading.Event()
     jobs.read(lambda db, now: held(entered, go))
     entered.wait()
@@ -137,8 +121,7 @@ def test_an_operation_that_fails_is_undone_alone(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_and_nothing_half(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     put(jobs)
     pages = jobs.read(lambda db, now: db.execute("pragma page_count").fetchone()[0]).result()
     jobs.read(lambda db, now: db.execute(f"pragma max_page_count = {pages}").fetchone()).result()
@@ -153,8 +136,7 @@ def test_a_full_disk_is_an_error_and_nothing_half(tmp_path: Path) -> None:
 def test_a_file_that_another_program_locks_is_an_error_and_nothing_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     monkeypatch.setattr(store, "BUSY_S", 0.05)
     other = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
     other.execute("begin immediate")
@@ -166,8 +148,7 @@ def test_a_file_that_another_program_locks_is_an_error_and_nothing_hangs(
 
 
 def test_a_file_that_was_deleted_takes_no_jobs(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     put(jobs)
     (tmp_path / "jobs.db").unlink()
     with pytest.raises(TaskQueueError, match="was moved or deleted; restart the server"):
@@ -186,9 +167,7 @@ def test_a_file_that_was_deleted_takes_no_jobs(tmp_path: Path) -> None:
     ],
     ids=["another", "newer", "no database"],
 )
-def test_a_file_of_something_else_is_refused(
-    tmp_path: Path, user: User, make: str | None, error: str
-) -> None:
+def test_a_file_of_something_else_is_refused(tmp_path: Path, make: str | None, error: str) -> None:
     path = tmp_path / "jobs.db"
     if make is None:
         path.write_text("not a database, and long enough to be read as one\n" * 100)
@@ -197,17 +176,15 @@ def test_a_file_of_something_else_is_refused(
         other.executescript(make)
         other.close()
     with pytest.raises(ValueError, match=error):
-        opened(tmp_path, user)
+        opened(tmp_path)
 
 
-def test_a_network_file_system_is_refused(
-    tmp_path: Path, user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = store.file_system_of(tmp_path)
     assert kind
     monkeypatch.setattr(store, "NETWORK", frozenset({kind}))
     with pytest.raises(ValueError, match="on a network file system"):
-        opened(tmp_path, user)
+        opened(tmp_path)
 
 
 def test_the_clock_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +199,7 @@ def test_the_clock_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_is_not_delayed_by_a_clock_that_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     put(jobs, delay_s=0.01)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 3600.0)
@@ -232,8 +208,7 @@ def test_a_job_is_not_delayed_by_a_clock_that_was_set_back(
 
 def test_a_copy_of_the_file_after_a_commit_has_the_job(tmp_path: Path) -> None:
     """The loss of power: what is on the disk at the moment of the answer is enough."""
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     for number in range(20):
         put(jobs, str(number))
         copy = tmp_path / f"copy-{number}"
@@ -241,8 +216,7 @@ def test_a_copy_of_the_file_after_a_commit_has_the_job(tmp_path: Path) -> None:
         for name in ("jobs.db", "jobs.db-wal"):
             shutil.copy(tmp_path / name, copy / name)
     for number in range(20):
-        other = User()
-        again = opened(tmp_path / f"copy-{number}", other)
+        again = opened(tmp_path / f"copy-{number}")
         assert len(taken(again, 100)) == number + 1
 
 
@@ -250,9 +224,9 @@ CLAIM = """
 import sys
 from ingress.jobs import table
 from ingress.jobs.store import use_store
-class User: pass
-user = User()
-jobs = use_store(sys.argv[1], user)
+jobs = use_store(sys.argv[1])
+jobs.write(jobs.own).result()
+jobs.watch("the test", lambda: None)
 found, _, _ = jobs.write(table.look, "q", 2, jobs.owner).result()
 print(f"owner {jobs.owner} has {len(found)}", flush=True)
 sys.stdin.read()
@@ -260,8 +234,7 @@ sys.stdin.read()
 
 
 def test_the_jobs_of_a_process_that_was_killed_run_again(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     for id in "123":
         put(jobs, id)
     command = [sys.executable, "-c", CLAIM, str(jobs.path)]
@@ -278,8 +251,7 @@ def test_the_jobs_of_a_process_that_was_killed_run_again(tmp_path: Path) -> None
 
 
 def test_a_job_that_has_killed_its_process_too_often_is_given_up(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     put(jobs)
     limits = Limits(60.0, 2, "failed", None)
     for _ in range(2):
@@ -294,11 +266,12 @@ def test_a_forked_child_has_a_store_of_its_own(tmp_path: Path) -> None:
     code = f"""
 import os
 from ingress.jobs.store import use_store
-class User: pass
-user = User()
-mine = use_store({str(tmp_path / "jobs.db")!r}, user)
+mine = use_store({str(tmp_path / "jobs.db")!r})
+mine.watch("the test", lambda: None)
+mine.write(mine.own).result()
 if (child := os.fork()) == 0:
-    theirs = use_store({str(tmp_path / "jobs.db")!r}, user)
+    theirs = use_store({str(tmp_path / "jobs.db")!r})
+    theirs.write(theirs.own).result()
     assert theirs is not mine and theirs.owner != mine.owner
     assert theirs.read(theirs.is_alive, mine.owner).result()
     os._exit(7)
@@ -310,8 +283,7 @@ print("well")
 
 
 def test_results_are_kept_for_their_time(tmp_path: Path) -> None:
-    user = User()
-    jobs = opened(tmp_path, user)
+    jobs = opened(tmp_path)
     put(jobs)
     (job,) = taken(jobs)
     limits = Limits(0.001, 3, None, None)
@@ -321,16 +293,23 @@ def test_results_are_kept_for_their_time(tmp_path: Path) -> None:
     assert put(jobs).state == State.WAITING
 
 
-def test_stores_of_one_file_are_one_and_end_with_their_users(tmp_path: Path) -> None:
-    users = [User(), User()]
-    first, second = (opened(tmp_path, each) for each in users)
-    assert first is second
+def test_a_store_that_nobody_uses_has_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    assert opened(tmp_path) is first
+    put(first)
     owner = first.owner
-    del users, second
-    gc.collect()
-    wait_until(lambda: not first.thread.is_alive())
-    user = User()
-    again = opened(tmp_path, user)
+    wait_until(lambda: not any("jobs-store" in each.name for each in threading.enumerate()))
+    again = opened(tmp_path)
     assert again.owner > owner
     assert not again.read(again.is_alive, owner).result()
-    assert os.path.exists(again.path)
+    assert found(again).state == State.WAITING
+
+
+def test_no_request_is_lost_to_the_end_of_an_idle_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch_interval: None
+) -> None:
+    monkeypatch.setattr(store, "IDLE_S", 0.0)
+    jobs = use_store(str(tmp_path / "jobs.db"))
+    with ThreadPoolExecutor(4) as pool:
+        ids = list(pool.map(lambda number: put(jobs, str(number)).id, range(40)))
+    assert len(jobs.read(table.listed, "q").result()) == len(ids)
