@@ -87,6 +87,7 @@ check: .venv/.dev ## Lint, format, types and floors
 	@$(BIN)/codespell
 	@$(BIN)/python -m tests.prose
 	@$(BIN)/mypy
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
 
 test-reliability: .venv/.test ## What is promised, 100 times: an hour; makes docs/reliability.md

@@ -335,6 +335,19 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> StreamingHandle[Any]: ...
 
+    MYPY = False  # True to mypy, which has a plugin
+    if not MYPY:
+        from ingress.app.declaration.pyright import HandleView, Methods, StreamingView
+
+        # isort: split
+        from ingress_methods import *  # noqa: F403  # the `Methods` that `ingress stubs` writes
+
+        class DeploymentHandle(HandleView[T_co], Methods):
+            """A handle to one deployment: `await handle.method.remote(...)`."""
+
+        class StreamingHandle(StreamingView[T_co]):
+            """A handle with `stream=True`: `async for item in handle.method.remote(...)`."""
+
 
 def _responses_among(arguments: tuple[Any, ...]) -> list[DeploymentResponse]:
     """Return the responses that have to be awaited first. Raises `RuntimeError` for a stream."""

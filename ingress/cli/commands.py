@@ -30,6 +30,7 @@ from ingress.cli.migrate_command import migrate as migrate_command
 from ingress.cli.new_command import new as new_command
 from ingress.cli.run_command import run
 from ingress.cli.run_server import budget_for, read_settings, start_again_if_needed
+from ingress.cli.stubs_command import stubs_command
 from ingress.cli.target import (
     AppDir,
     AsJSON,
@@ -82,6 +83,7 @@ def _main(
 app.command()(run)
 app.command("build")(build_command)
 app.command("migrate")(migrate_command)
+app.command("stubs")(stubs_command)
 app.command("new")(new_command)
 for command in (status, top, memory, stop, scale, reload, delete):
     app.command()(command)

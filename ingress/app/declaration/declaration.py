@@ -242,6 +242,20 @@ def deployment(
     return declare if func_or_class is None else declare(func_or_class)
 
 
+if TYPE_CHECKING:
+    MYPY = False  # True to mypy, which has a plugin
+    if not MYPY:
+        from ingress.app.declaration.pyright import ApplicationView, Decorator, DeploymentView
+
+        class Deployment(DeploymentView[T_co], Protocol[T_co]):
+            """A class or function with deployment options; `.bind(...)` makes an `Application`."""
+
+        class Application(ApplicationView[T_co]):
+            """A deployment and its constructor arguments; an ASGI app, and for `serve.run`."""
+
+        deployment: Decorator
+
+
 def _valid_name(name: object) -> str:
     rule = f"a deployment's name must be a non-empty string without '#', got {name!r}"
     if not isinstance(name, str):

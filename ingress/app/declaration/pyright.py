@@ -1,0 +1,1 @@
+"""The types of `pyright.pyi`, which no code needs: import-linter does not see stubs."""
