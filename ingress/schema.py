@@ -106,13 +106,13 @@ class ServeStatus:
 
 
 _absent = teller(__name__)
-_OF_JOBS = frozenset({
+OF_JOBS = frozenset({
     "CeleryAdapterConfig", "SQLiteAdapterConfig", "TaskProcessorAdapter", "TaskProcessorConfig",
     "TaskResult",
 })  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_JOBS:
+    if name in OF_JOBS:
         return getattr(import_module("ingress.core.base.task_models"), name)
     return _absent(name)

@@ -98,7 +98,9 @@ class Tutorial(Reader):
         headers = dict(
             words[place + 1].split(": ", 1) for place, word in enumerate(words) if word == "-H"
         )
-        answer = httpx.get(words[-1].replace(BASE, self._url), headers=headers, timeout=30)
+        method = words[words.index("-X") + 1] if "-X" in words else "GET"
+        url = words[-1].replace(BASE, self._url)
+        answer = httpx.request(method, url, headers=headers, timeout=30)
         return answer.text.strip()
 
 

@@ -138,7 +138,7 @@ def for_core(path: tuple[str, ...]) -> str:
 
 MODULES = (
     *("api", "autoscaling_policy", "batching", "config", "context", "exceptions"),
-    *("handle", "metrics", "request_router", "schema"),
+    *("handle", "metrics", "request_router", "schema", "task_consumer"),
 )
 """The modules that Ray Serve and ingress both have."""
 
@@ -196,6 +196,8 @@ def _is_in(module: str, name: str) -> bool:
     """Return whether a name is public in a module; those that it only imports are not."""
     found: Any = import_module(f"ingress.{module}")
     if name in getattr(found, "__all__", ()) or (module, name) in _AS_IN_RAY:
+        return True
+    if name in getattr(found, "OF_JOBS", ()):  # loaded by those who use them
         return True
     value = vars(found).get(name)
     if value is None or name.startswith("_"):
