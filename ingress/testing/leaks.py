@@ -24,6 +24,7 @@ from ingress.engines import local_engine
 
 GRACE_S = 2.0
 _PAUSE_S = 0.01
+_CONTROL = "ingress-control"
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 
@@ -107,7 +108,12 @@ def _have_signal_pipe() -> None:
 
 
 def _held() -> Iterator[str]:
-    yield from (f"thread {each.name} ({each.ident})" for each in threading.enumerate())
+    threads = threading.enumerate()
+    if any(each.name == _CONTROL for each in threads):
+        # Threads of a pool of the engine, which joins the threads of replicas in them: idle, they
+        # end after ten seconds, or with the engine.
+        threads = [each for each in threads if not each.name.startswith(f"{_CONTROL}-worker-")]
+    yield from (f"thread {each.name} ({each.ident})" for each in threads)
     yield from _descriptors()
     running = running_loop()
     loops = {} if running is None else {running: "this event loop"}

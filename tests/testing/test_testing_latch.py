@@ -14,7 +14,7 @@ import ingress as serve
 from ingress.core.calls.loops import EventLoopThread, run_blocking
 from ingress.testing import Latch, TestClient, leak_check
 from tests.fakes import together
-from tests.servers import bind, turns, wait_until
+from tests.servers import bind, change, settle, turns, wait_until
 
 
 @pytest.fixture
@@ -223,6 +223,14 @@ def test_a_slot_that_is_held_and_a_place_in_the_queue_are_listed(holds: TestClie
         assert re.search(r"place 0 in the queue of \S*Holds", told)
         Holds.go.count_down()
         assert [answer.result() for answer in answers] == [None, None]
+
+
+def test_threads_that_have_joined_those_of_ended_replicas_are_no_leak(holds: TestClient) -> None:
+    with leak_check():
+        change("Holds", num_replicas=32)
+        settle()
+        change("Holds", num_replicas=1)
+        settle()
 
 
 @pytest.mark.anyio

@@ -36,7 +36,7 @@ _OF_ALL = "dependency_overrides"
 
 _USERS_APP = "_ingress_users_app"
 _SHOWN: ContextVar[Starlette] = ContextVar("ingress_shown")
-_FRAMEWORKS = {*vars(FastAPI()), "__class__"} - {"state"}
+_FRAMEWORKS = {*vars(FastAPI()), "__class__", "__call__"} - {"state"}
 
 _serving: tuple[ReplicaRuntime, ...] = ()
 """The replicas in this process that have a clone; replaced as a whole, under `APPS_LOCK`."""
@@ -80,7 +80,7 @@ class UsersApp:
             super().__delattr__(name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = _clone_of(self) or refusal(self, scope) or super().__call__  # type: ignore[misc]
+        app: Any = _clone_of(self, "__call__") or refusal(self, scope) or super().__call__  # type: ignore[misc]
         await app(scope, receive, send)
 
 

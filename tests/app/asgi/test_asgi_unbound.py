@@ -94,6 +94,12 @@ def test_functions_and_static_methods_need_no_deployment() -> None:
         assert client.delete("/").status_code == 405
 
 
+def test_the_app_answers_for_itself_beside_its_only_replica() -> None:
+    with replicas_of(Hello) as replica, TestClient(app) as client:
+        assert client.get("/free").json() == replica.get("/free").json() == "free"
+        assert client.get("/").text == TOLD
+
+
 def test_the_log_says_it_at_the_start_already(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "ingress"), TestClient(app):
         assert caplog.messages == [TOLD]
