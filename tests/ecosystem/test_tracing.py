@@ -24,6 +24,8 @@ from fastapi import BackgroundTasks, Depends, FastAPI, WebSocket
 from websockets.sync.client import connect
 
 import ingress as serve
+from ingress.schema import SQLiteAdapterConfig, TaskProcessorConfig
+from ingress.task_consumer import instantiate_adapter_from_config, task_consumer, task_handler
 from ingress.testing import Latch
 from tests.documents import ROOT, blocks
 from tests.ecosystem.document import version_of
@@ -605,3 +607,25 @@ def test_the_pages_commands_export_the_spans(tmp_path: Path, isolation: str, pro
     (inner,) = [each for each in Collector.spans if each.name == "inner"]
     assert inner.parent_span_id == called.span_id
     assert {each.trace_id for each in Collector.spans} == {request.trace_id}
+
+
+def test_a_job_continues_the_trace_of_its_enqueue(spans: Any, tmp_path: Path) -> None:
+    adapter_config = SQLiteAdapterConfig(path=str(tmp_path / "jobs.db"))
+    config = TaskProcessorConfig(queue_name="q", adapter_config=adapter_config)
+    ids: list[str] = []
+
+    class Worker:
+        @task_handler
+        async def work(self) -> None:
+            with span("inner"):
+                ids.append(serve.get_request_context().request_id)
+
+    consumer = task_consumer(task_processor_config=config)(Worker)
+    serve.run(serve.deployment(consumer).bind(), route_prefix=None)
+    with span("request") as request:
+        job = instantiate_adapter_from_config(config).enqueue_task_sync("work")
+    wait_until(lambda: ids)
+    assert ids == [job.id]
+    wait_until(lambda: any(each.name == "Worker.work" for each in spans.get_finished_spans()))
+    traces = {each.name: each.context.trace_id for each in spans.get_finished_spans()}
+    assert traces["Worker.work"] == traces["inner"] == request.get_span_context().trace_id
