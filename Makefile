@@ -30,7 +30,7 @@ export IS_PRE_RELEASE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: bench-batching dist docs docs-serve help run test test-long test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem test-mcp \
+.PHONY: bench-batching bench-jobs dist docs docs-serve help run test test-long test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem test-mcp \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-starlette-suite test-differential clean
 .DELETE_ON_ERROR:
@@ -121,6 +121,9 @@ bench: .venv/.test ## Compare with plain FastAPI, side by side in one run: 7 min
 
 bench-handles: .venv/.test ## Measure calls between deployments, and up to 1,000 replicas
 	@$(BIN)/python -m benchmarks.handles $(ARGS)
+
+bench-jobs: .venv/.test ## Measure jobs: the rate of enqueues beside that of syncs, and the time to their ends
+	@$(BIN)/python -m benchmarks.jobs $(ARGS)
 
 bench-processes: .venv/.test ## Measure replicas in processes against threads and plain FastAPI (needs wrk)
 	@$(BIN)/python -m benchmarks.processes $(ARGS)

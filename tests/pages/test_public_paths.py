@@ -55,6 +55,7 @@ PATHS = {
         "SyncRequestRouter",
     ],
     "ingress.schema": [
+        *("CeleryAdapterConfig", "TaskProcessorAdapter", "TaskProcessorConfig", "TaskResult"),
         *("ApplicationStatus", "ApplicationStatusOverview", "DeploymentStatus"),
         *("DeploymentStatusOverview", "LoggingConfig", "ReplicaDetails", "ReplicaRank"),
         "ServeStatus",
