@@ -23,7 +23,7 @@ from ingress.telemetry.metrics.series import MAX_SERIES, collected, replica_ende
 from tests.fakes import together
 from tests.observe.test_admin import admin_port, serving
 from tests.observe.test_metrics import samples, value
-from tests.programs import write_module
+from tests.programs import run_python, write_module
 from tests.servers import bind, get, served, wait_until
 
 APP = """
@@ -385,3 +385,46 @@ def test_a_replica_registers_collectors_that_do_not_describe_themselves(
 
     handle = serve.run(Mine.bind(), route_prefix=None)
     assert "process_cpu_seconds_total" in handle.remote().result()
+
+
+FIRST_IMPORT = """
+import sys
+from contextlib import asynccontextmanager
+from fastapi import FastAPI
+import ingress as serve
+from ingress.testing import TestClient
+
+@asynccontextmanager
+async def lifespan(app):
+    from prometheus_client import Counter
+    app.state.seen = Counter("seen_by_lifespan", "x")
+    yield
+
+app = FastAPI(lifespan=lifespan)
+
+@serve.deployment(num_replicas=2)
+@serve.ingress(app)
+class Counting:
+    def __init__(self):
+        from prometheus_client import Counter
+        class Own(Counter): ...
+        self.seen = [Counter("seen", "x"), Own("seen_by_own", "x")]
+
+    @app.get("/")
+    async def count(self):
+        for each in [*self.seen, app.state.seen]:
+            each.inc()
+
+assert "prometheus_client" not in sys.modules
+with TestClient(Counting.bind()) as client:
+    for _ in range(6):
+        assert client.get("/").status_code == 200
+from prometheus_client import generate_latest
+print(generate_latest().decode())
+"""
+
+
+def test_replicas_share_metrics_of_a_library_that_a_constructor_imports_first() -> None:
+    ran = run_python("-c", FIRST_IMPORT)
+    for name in ("seen", "seen_by_own", "seen_by_lifespan"):
+        assert f"{name}_total 6.0" in ran.stdout, ran.stderr

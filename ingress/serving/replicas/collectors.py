@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,8 @@ from ingress.context import REPLICA
 from ingress.core.base.types import DeploymentID, ReplicaID
 
 _lock = threading.Lock()
+_LIBRARY = "prometheus_client"
+_REGISTRY = f"{_LIBRARY}.registry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +37,55 @@ _made: WeakKeyDictionary[Any, dict[Any, _Made]] = WeakKeyDictionary()
 
 
 def share_collectors() -> None:
-    """Make replicas of one deployment share metrics of one name, if `prometheus_client` is there.
+    """Make replicas of one deployment share metrics of one name, now or once there are metrics.
 
-    A second metric of the same name within one replica is refused as before.
+    A constructor may be the first that imports `prometheus_client`. A second metric of the same
+    name within one replica is refused as before.
     """
-    module: Any = sys.modules.get("prometheus_client.registry")
+    if (module := sys.modules.get(_REGISTRY)) is not None:
+        _share(module)
+    elif _WhenImported not in sys.meta_path:
+        sys.meta_path.insert(0, _WhenImported)
+
+
+def _share(module: Any) -> None:
+    # Race with another thread that imports it now, and calls this once the class is there.
+    registry = getattr(module, "CollectorRegistry", None)
     with _lock:
-        if module is not None and not hasattr(module.CollectorRegistry.register, "__wrapped__"):
-            module.CollectorRegistry.register = _sharing(module.CollectorRegistry.register)
+        if registry is not None and not hasattr(registry.register, "__wrapped__"):
+            registry.register = _sharing(registry.register)
+
+
+class _WhenImported:
+    """A finder that has `_share` called as soon as the library's registry is imported."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == _REGISTRY else None
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _share(module)
+
+        loader.exec_module = exec_module
+        return spec
 
 
 def _sharing(register: Any) -> Any:
     @functools.wraps(register)
     def register_shared(registry: Any, collector: Any) -> None:
-        replica = REPLICA.get(None)
-        if replica is None or not type(collector).__module__.startswith("prometheus_client"):
+        replica, kind = REPLICA.get(None), _kind_of(collector)
+        if replica is None or kind is None:
             register(registry, collector)
             return
         mine = replica.replica_id
         # Not each of that library's collectors has it: `MultiProcessCollector` does not.
         describe = getattr(collector, "describe", tuple)
-        key = (type(collector), tuple(each.name for each in describe()))
+        key = (kind, tuple(each.name for each in describe()))
         # Race of two replicas that start: without the lock, the second one could be refused before
         # the first one's metric is noted.
         with _lock:
@@ -71,3 +102,13 @@ def _sharing(register: Any) -> Any:
                 here[key] = _Made(collector, mine.deployment_id, {mine})
 
     return register_shared
+
+
+def _kind_of(collector: object) -> type | None:
+    """Return the library's class of a metric; `None` for a collector of the user's own.
+
+    A subclass of a metric may be another one in each replica, if its constructor defines it.
+    """
+    of_library = (each for each in type(collector).__mro__ if each.__module__.startswith(_LIBRARY))
+    found = next(of_library, None)
+    return None if found is None or found.__module__ == _REGISTRY else found
