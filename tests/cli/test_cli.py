@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -410,3 +411,62 @@ app = old.bind()
         wait_until(lambda: "is ready at" in server.output)
 
     assert server.output.count("older.py:4: DeprecationWarning: max_concurrent_queries is") == 1
+
+
+WRAPPED = """
+from fastapi import FastAPI
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
+import ingress as serve
+
+app = FastAPI()
+
+class Named(BaseHTTPMiddleware):
+    async def dispatch(self, request, call_next):
+        response = await call_next(request)
+        response.headers["x-path"] = request.url.path
+        return response
+
+class Pure:
+    __slots__ = ("inner",)
+    def __init__(self, inner): self.inner = inner
+    async def __call__(self, scope, receive, send): await self.inner(scope, receive, send)
+
+@serve.deployment(num_replicas=2)
+@serve.ingress(app)
+class Large:
+    @app.get("/large")
+    async def large(self): return "x" * 2000
+
+bound = Large.bind()
+wrapped = CORSMiddleware(GZipMiddleware(Named(Pure(bound))), allow_origins=["https://a.example"])
+
+@serve.deployment
+class Plain:
+    def __call__(self): return "x"
+
+plain = Pure(Plain.bind())
+"""
+
+
+def test_an_application_that_middleware_is_around_is_served_with_it(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", WRAPPED)
+    with ingress_run(tmp_path, "app:wrapped") as server:
+        origin = {"origin": "https://a.example"}
+        answer = httpx.get(f"{server.url}/large", headers=origin)
+        assert answer.headers["content-encoding"] == "gzip"
+        assert answer.headers["x-path"] == "/large"
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        preflight = httpx.options(
+            f"{server.url}/large", headers=origin | {"access-control-request-method": "GET"}
+        )
+        assert preflight.status_code == 200
+        assert "x-path" not in preflight.headers
+
+
+def test_middleware_around_a_deployment_without_an_app_is_refused(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", WRAPPED)
+    assert "give the middleware to the FastAPI app" in told(
+        invoke(tmp_path, "explain", "app:plain")
+    )

@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Scope
 
+from ingress.app.asgi.layer import Layer
 from ingress.core.base.foreign import sharing
 from ingress.core.execution.execution import call_inline
 
@@ -99,6 +100,8 @@ def _layers(app: Any, scope: Scope) -> Iterator[_Layer]:
         for each in own["user_middleware"]:
             if isinstance(each.cls, type) and issubclass(each.cls, CORSMiddleware):
                 yield partial(_make, each)
+            elif each.cls is Layer and isinstance(each.kwargs["around"], CORSMiddleware):
+                yield partial(_copy, each.kwargs["around"])
         yield from _layers(own["router"], scope)
     elif isinstance(app, Router):
         yield from _layers(app.middleware_stack, scope)

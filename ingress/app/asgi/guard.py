@@ -24,6 +24,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.app.asgi.compat import is_late_error
+from ingress.app.asgi.layer import Layer
 from ingress.core.execution.execution import contained, raise_instead
 from ingress.exceptions import RayServeException, StreamClosedError
 
@@ -139,8 +140,13 @@ def _told(error: BaseException) -> BaseException:
 
 def guarded(middleware: list[Middleware]) -> list[Any]:
     """Return the middleware with a guard before, between and after."""
-    guards = (each for m in middleware for each in (m, Middleware(guard_below(m.cls))))
+    guards = (each for m in middleware for each in (m, Middleware(guard_below(_class_of(m)))))
     return [Middleware(OutermostGuard), *guards]
+
+
+def _class_of(middleware: Any) -> Any:
+    is_layer = middleware.cls is Layer
+    return type(middleware.kwargs["around"]) if is_layer else middleware.cls
 
 
 def guard_below(middleware: Any) -> type[Guard]:

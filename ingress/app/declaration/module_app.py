@@ -13,8 +13,10 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 
+from ingress.app.asgi import users_app_of
+from ingress.app.asgi.layer import Layer, layers_around
 from ingress.app.declaration.declaration import Application, Deployment
-from ingress.core.base.foreign import dict_of
+from ingress.core.base.foreign import dict_of, slots_of
 from ingress.core.base.signatures import signature_of
 
 
@@ -73,11 +75,35 @@ def load(
             )
     if isinstance(found, Application):
         return found
+    if (within := _within(found)) is not None:
+        return within
     if isinstance(found, Deployment):
         raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
     hint = _way_to_serve(found, target, bound, is_factory=is_factory)
     kind = _article(type(found).__name__)
     raise NotAnApplication(f"{target!r} is {kind}, not a bound application; {hint}")
+
+
+def _within(found: object) -> Application | None:
+    """Return the application that middleware stands around, which its FastAPI app gets instead.
+
+    `None` if there is none, or several, or a deployment without an app.
+    """
+    if isinstance(found, Starlette) or not (layers := layers_around(found, Application)):
+        return None
+    innermost, attribute = layers[-1]
+    values = {**dict_of(innermost), **{slot.__name__: each for slot, each in slots_of(innermost)}}
+    application = values[attribute]
+    assert isinstance(application, Application)
+    app = users_app_of(application.deployment.func_or_class)
+    if not isinstance(app, Starlette):
+        return None
+    added: list[Any] = app.user_middleware
+    known = [each.kwargs["around"] for each in added if each.cls is Layer]
+    for layer, name in reversed(layers):  # each that is added is outside of those before
+        if not any(each is layer for each in known):  # loaded before in this process
+            app.add_middleware(Layer, around=layer, attribute=name)
+    return application
 
 
 def _way_to_serve(found: Any, target: str, bound: list[str], *, is_factory: bool) -> str:
@@ -86,11 +112,12 @@ def _way_to_serve(found: Any, target: str, bound: list[str], *, is_factory: bool
     if type(found).__module__.partition(".")[0] == "ray":
         return "it is one of Ray Serve; `ingress migrate FILE --write` rewrites its imports"
     if bound and callable(found) and not isinstance(found, type):
-        if any(isinstance(each, Application) for each in dict_of(found).values()):
+        if layers_around(found, Application):
+            middleware = f"app.add_middleware({type(found).__name__}, ...)"
             return (
-                "what is around an application is not served: give the middleware to the FastAPI "
-                f"app, app.add_middleware({type(found).__name__}, ...), and name the application, "
-                f"such as {module_name}:{bound[0]}; or serve both by uvicorn {target}"
+                "what is around an application without a FastAPI app is not served: give the "
+                f"middleware to the FastAPI app, {middleware}, and name the application, such as "
+                f"{module_name}:{bound[0]}; or serve both by uvicorn {target}"
             )
         return f"did you mean {module_name}:{bound[0]}?"
     if isfunction(found) and not is_factory:
