@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from queue import Empty
 from threading import Event, Thread
 from time import monotonic
 from typing import Any
@@ -56,6 +58,7 @@ try:
     from celery.exceptions import Ignore
     from celery.utils.collections import LimitedSet
     from kombu.exceptions import SerializationError
+    from kombu.utils.json import loads
     from kombu.utils.url import maybe_sanitize_url
 except ImportError as error:
     raise ImportError(
@@ -73,6 +76,19 @@ ENDS = frozenset({"SUCCESS", "FAILURE", "REVOKED"})
 PROGRESS = "PROGRESS"
 LAST_S = 2.0  # for cancelled jobs to end, once the time of a stop is over
 NUMBERS = itertools.count()
+
+# Takes a message and notes that it is taken, in one step. Kombu 5.7 takes two: a process that is
+# killed between them loses the job (a test of 200 jobs and 4 kills did).
+TAKE = """
+local message = redis.call('RPOP', KEYS[1])
+if message then
+    local kept = cjson.decode(message).properties
+    local to = cjson.encode({kept.delivery_info.exchange, kept.delivery_info.routing_key})
+    redis.call('ZADD', KEYS[2], ARGV[1], kept.delivery_tag)
+    redis.call('HSET', KEYS[3], kept.delivery_tag, '[' .. message .. ',' .. string.sub(to, 2))
+end
+return message
+"""
 
 
 class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
@@ -288,8 +304,11 @@ class CeleryConsumer:
     def _serve(self, connection: Any) -> None:
         """Take messages until the connection breaks, or the consumer has stopped."""
         channel = connection.default_channel
+        if is_redis := hasattr(channel, "unacked_index_key"):
+            channel._get = partial(_get_safely, channel)
         queue = self.app.amqp.queues[self._config.queue_name](channel)
         queue.declare()
+        accept = self.app.conf.accept_content
         handlers = {"ping": self._ping, "stats": self._stats, "revoke": self._revoke}
         node = self.app.control.mailbox.Node(self._name, handlers=handlers)
         node.channel = connection.channel()
@@ -299,12 +318,11 @@ class CeleryConsumer:
             now = monotonic()
             if now >= tick_at:
                 tick_at = now + TICK_S
-                self.waiting = queue.queue_declare(passive=True).message_count
-                qos: Any = getattr(channel, "qos", None)
-                if hasattr(qos, "restore_visible"):
-                    qos.restore_visible(num=100, interval=1)  # Redis: of those that have died
+                self.waiting = queue.queue_declare().message_count
+                if is_redis:  # of consumers that have died
+                    channel.qos.restore_visible(num=100, interval=1)
             self._begin_held(now)
-            while self._slots() > 0 and (message := queue.get()) is not None:
+            while self._slots() > 0 and (message := queue.get(accept=accept)) is not None:
                 busy_until = now + TICK_S
                 self._take(message)
             with suppress(TimeoutError):
@@ -331,7 +349,6 @@ class CeleryConsumer:
             known.messages.append(message)
             return
         try:
-            message.accept = self.app.conf.accept_content
             args, kwargs, embed = message.decode()
             task = self.app.tasks[headers["task"]]
         except Exception as error:
@@ -556,6 +573,16 @@ def _try_to_reach(app: Celery, name: str) -> None:
         return
     with app.connection_for_write() as connection:
         connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=CONNECT_S)
+
+
+def _get_safely(channel: Any, queue: str) -> Any:
+    """Return a message of Redis. Raises `Empty`."""
+    for priority in channel.priority_steps:
+        keys = channel._q_for_pri(queue, priority), channel.unacked_index_key, channel.unacked_key
+        prefixed = (f"{channel.global_keyprefix}{key}" for key in keys)
+        if (found := channel.client.eval(TAKE, len(keys), *prefixed, time.time())) is not None:
+            return loads(found)
+    raise Empty
 
 
 @contextmanager
