@@ -268,7 +268,8 @@ class CeleryConsumer:
             "retry_backoff_max": BACKOFF,
             "retry_jitter": False,
         }
-        self.app.task(run, name=name, bind=True, **{**defaults, **options})
+        # Not shared: other apps of this process would have it, too.
+        self.app.task(run, name=name, bind=True, shared=False, **{**defaults, **options})
 
     def begin(self) -> None:
         """Begin to take jobs."""
@@ -290,6 +291,7 @@ class CeleryConsumer:
         while not (self._stopping.is_set() and not self._jobs):
             try:
                 with self.app.connection_for_read() as connection:
+                    connection.connect()
                     has_failed = False
                     self._serve(connection)
             except Exception as error:  # the broker, or one mistake: neither ends the queue
@@ -351,6 +353,8 @@ class CeleryConsumer:
         try:
             args, kwargs, embed = message.decode()
             task = self.app.tasks[headers["task"]]
+            due = monotonic() + (_seconds_until(headers.get("eta")) or 0.0)
+            _seconds_until(headers.get("expires"))  # can it be read?
         except Exception as error:
             self._pool.submit(self._run, _Job(key, None, headers, [message]), error)
             return
@@ -365,7 +369,6 @@ class CeleryConsumer:
             **(embed or {}),
         }
         job = self._jobs[key] = _Job(key, task, request, [message])
-        due = monotonic() + (_seconds_until(headers.get("eta")) or 0.0)
         heapq.heappush(self._held, (due, next(NUMBERS), job))
         self._begin_held(monotonic())
 
