@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,7 +61,8 @@ def rabbitmq(folder: Path) -> Iterator[tuple[str, str]]:
         yield f"amqp://guest:guest@127.0.0.1:{port}//", f"file://{_made(folder / 'results')}"
 
 
-BROKERS: dict[str, Callable[[Path], object]] = {"redis": redis, "rabbitmq": rabbitmq}
+Broker = Callable[[Path], AbstractContextManager[tuple[str, str]]]
+BROKERS: dict[str, Broker] = {"redis": redis, "rabbitmq": rabbitmq}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,16 @@ def kill(server: ServerProcess) -> None:
     server.process.wait()
 
 
+def has_ended(log: Log, least: int) -> bool:
+    return sum(log.seen("end").values()) >= least
+
+
 def test_all_jobs_end_though_their_servers_are_killed(broker: Broker) -> None:
     ids = [broker.put("work", number, 0.2) for number in range(MANY)]
     log = broker.log
     for killed in range(1, 5):
         with broker.serve() as server:
-            wait_until(lambda least=killed: sum(log.seen("end").values()) >= 20 * least)
+            wait_until(partial(has_ended, log, 20 * killed))
             kill(server)
     with broker.serve():
         wait_until(lambda: len(log.seen("end")) == MANY)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -130,6 +131,9 @@ def test_failures_and_what_no_handler_can_read_go_to_their_queues(jobs: Jobs) ->
         def gone(self, *args: Any) -> None:
             self.found.append(list(args))
 
+    def is_found(id: str) -> bool:
+        return any(id in each for each in Letters.found)
+
     jobs.deploy(Fails)
     failed = jobs.run("fail", 7, status="FAILURE")
     assert (failed.error, failed.attempts) == ("ValueError: no 7", 2)
@@ -139,7 +143,8 @@ def test_failures_and_what_no_handler_can_read_go_to_their_queues(jobs: Jobs) ->
         config = jobs.config.model_copy(update={"queue_name": f"{jobs.config.queue_name}-{kind}"})
         consumer = task_consumer(task_processor_config=config)(Letters)
         serve.run(serve.deployment(name=kind)(consumer).bind(), name=kind, route_prefix=None)
-        wait_until(lambda ids=ids: all(any(id in each for each in Letters.found) for id in ids))
+        for id in ids:
+            wait_until(partial(is_found, id))
     letter = next(each for each in Letters.found if failed.id in each)
     assert letter[:4] == [failed.id, "no 7", "[7]", "{}"]
     letter = next(each for each in Letters.found if unknown.id in each)
