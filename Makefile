@@ -30,7 +30,7 @@ export IS_PRE_RELEASE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: bench-batching bench-jobs dist docs docs-serve help run test test-long test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem test-mcp \
+.PHONY: bench-batching bench-jobs dist docs docs-serve help run test test-long test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem test-jobs-brokers test-mcp \
 	check bench bench-handles bench-processes \
 	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-starlette-suite test-differential clean
 .DELETE_ON_ERROR:
@@ -178,6 +178,9 @@ test-ecosystem: .venv-ecosystem/.made ## Packages against plain FastAPI, and doc
 # Without ddtrace's own pytest plugin, which reads files on the loops of the tests.
 	@.venv-ecosystem/bin/python -m pytest -p no:ddtrace -q tests/ecosystem $(ARGS)
 	@.venv-ecosystem/bin/python -m tests.ecosystem.document
+
+test-jobs-brokers: .venv/.test ## Jobs in Redis and RabbitMQ, whose servers are killed: 5 minutes (needs both)
+	@INGRESS_BROKERS=1 $(BIN)/python -m pytest -q -s tests/jobs/test_brokers.py $(ARGS)
 
 test-mcp: .venv-mcp/.made ## Servers of MCP, by the official SDK and FastMCP: half a minute; makes .venv-mcp
 	@.venv-mcp/bin/python -m pytest -q tests/ecosystem/test_mcp.py $(ARGS)

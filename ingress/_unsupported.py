@@ -22,7 +22,6 @@ LOGGING = "configure logging.getLogger('ingress') with the logging module"
 NO_GRPC = "there is no gRPC server; serve HTTP, with @serve.ingress(FastAPI())"
 STATE = "keep the state in a deployment of its own and pass its handle: Main.bind(State.bind())"
 NO_GANGS = "there are no gangs: each replica is independent of the others; leave it out"
-NO_TASKS = "there is no task queue; call a handle, or consume your queue in a deployment"
 BY_REFERENCE = "how values are passed is the engine's choice; leave it out"
 TRACING = "set OpenTelemetry's tracer provider in your own code; see docs/opentelemetry.md"
 HTTP_ONLY = "pass serve.start(http_options={...}) what it says of HTTP, and leave the rest out"
@@ -48,8 +47,12 @@ NAMES: Mapping[str, str] = {
     "llm": "write a deployment that calls the model; @serve.batch collects its requests",
     "multiplex": "use serve.multiplexed and serve.get_multiplexed_model_id",
     "scripts": "the command is `ingress`: ingress run module:app",
-    "taskiq_task_processor": NO_TASKS,
-    "async_inference_autoscaling_policy": NO_TASKS,
+    "taskiq_task_processor": (
+        "use Redis or RabbitMQ by Celery, adapter_config=CeleryAdapterConfig(...), or a file"
+    ),
+    "async_inference_autoscaling_policy": (
+        "leave it out: the default policy counts the jobs that wait for a @task_consumer"
+    ),
     "dag": "bind deployments to each other: Main.bind(Child.bind())",
     "utils": "there is nothing public in it; see serve.__all__",
 }

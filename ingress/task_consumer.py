@@ -126,6 +126,7 @@ class ConsumerOf:
         calls = JobCalls(handle, self.handlers)
         if isinstance(adapter, EmbeddedTaskProcessorAdapter):
             return adapter.consumer(calls, room)
+        adapter.watch_slots(room)
         for handler in self.handlers.values():
             adapter.register_task_handle(JobFunction(calls, handler), handler.name)
         return AdapterConsumer(self.config.queue_name, adapter)
@@ -148,7 +149,7 @@ class AdapterConsumer:
         self._adapter.start_consumer()
 
     def waiting(self) -> int:
-        return 0
+        return self._adapter.waiting()
 
     def pause(self) -> None:
         if self._has_begun and self._stopping is None:  # it stops and waits at once

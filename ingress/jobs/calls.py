@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
@@ -102,6 +103,16 @@ async def code_has_ended(response: Any) -> None:
     if (runner := call.runner) is not None:
         runner.when_ended(call, lambda: loop.call_soon_threadsafe(over.set))
         await over.wait()
+
+
+def code_end(response: Any) -> threading.Event:
+    """Return an event that is set once no code of a call runs, for threads."""
+    over, call = threading.Event(), response._call
+    if (runner := call.runner) is None:
+        over.set()
+    else:
+        runner.when_ended(call, over.set)
+    return over
 
 
 def has_begun(response: Any) -> bool:

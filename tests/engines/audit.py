@@ -36,7 +36,6 @@ from ingress._unsupported import (
     NO_GANGS,
     NO_GRPC,
     NO_PROMETHEUS,
-    NO_TASKS,
     PARAMETERS,
     REPLICAS,
     STATE,
@@ -53,7 +52,8 @@ REFUSED = "in one process: refused when it is run; the Ray engine acts on it"
 RECORDED = "in one process: recorded, with a warning; the Ray engine acts on it"
 PRIVATE_OF_RAY = "for Ray's own use"
 MISSING = {
-    *(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_PROMETHEUS, NO_TASKS, REPLICAS, STATE, NAMES["llm"])
+    *(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_PROMETHEUS, REPLICAS, STATE, NAMES["llm"]),
+    *(NAMES["async_inference_autoscaling_policy"], NAMES["taskiq_task_processor"]),
 }
 """The advice for features without a counterpart; other absent names are absent on purpose."""
 WITHOUT_EFFECT = {

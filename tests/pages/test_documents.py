@@ -25,6 +25,7 @@ ELSEWHERE = {
     "docs/how-to/chat.md": "test_app_chat.py",
     "docs/how-to/database.md": "test_how_to.py",
     "docs/how-to/images.md": "test_app_images.py",
+    "docs/how-to/jobs-on-many-machines.md": "test_how_to.py",
     "docs/how-to/jobs.md": "test_app_documents.py",
     "docs/how-to/mcp.md": "ecosystem/test_mcp.py",
     "docs/how-to/search.md": "test_app_search.py",

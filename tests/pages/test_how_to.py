@@ -79,6 +79,16 @@ def test_a_job_that_is_not_awaited_runs_on_after_the_answer(
         wait_until(lambda: "answered: b" in capsys.readouterr().out)
 
 
+def test_jobs_of_a_broker_say_how_far_they_are(program: Callable[..., Any]) -> None:
+    with TestClient(program("jobs-on-many-machines.md").main) as client:
+        answer = client.post("/pages", json=["one", "three"])
+        assert answer.status_code == 202
+        url = f"/pages/{answer.json()['id']}"
+        wait_until(lambda: client.get(url).json()["result"] == {"done": 2, "letters": 5})
+        assert client.delete(url).status_code == 200
+        assert client.get(url).json()["status"] == "SUCCESS"
+
+
 def test_tokens_are_events(program: Callable[..., Any]) -> None:
     with TestClient(program("sse.md").chat) as client:
         text = client.get("/chat", params={"prompt": "hey"}).text

@@ -144,6 +144,14 @@ class TaskProcessorAdapter(ABC):
     def health_check_sync(self) -> list[dict[str, Any]]:
         """Return one answer for each consumer that can be reached. Blocks."""
 
+    def watch_slots(self, room: Callable[[], int]) -> None:
+        """Learn which function returns the deployment's free slots, before the start. Ours."""
+        del room
+
+    def waiting(self) -> int:
+        """Return the number of jobs that wait, for autoscaling: as last known, at once. Ours."""
+        return 0
+
     async def enqueue_task_async(
         self, task_name: str, args: Any = None, kwargs: Any = None, **options: Any
     ) -> TaskResult:
