@@ -96,6 +96,11 @@ class _StateInDoubt(State):
             return self._state[name]
         raise AttributeError(f"'State' object has no attribute {name!r}{self._doubt}")
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"app.state.{name} cannot be set here, where no replica would see it{self._doubt}"
+        )
+
 
 def show_clones(app: Starlette) -> None:
     """Make `app` show the clone inside of each replica.

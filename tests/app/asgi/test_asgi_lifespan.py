@@ -296,7 +296,8 @@ def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app(app: Fas
         assert client.get("/").json() == [1, True, True, "shared"]
         assert client.get("/").json() == [2, True, True, "shared"]
         assert not hasattr(app.state, "number")
-        app.state.late = 1
+        with pytest.raises(AttributeError, match="where no replica would see it"):
+            app.state.late = 1
     assert app.state.shared == "shared"
 
 
@@ -358,6 +359,10 @@ def test_own_threads_are_told_that_each_of_several_replicas_has_a_state(app: Fas
         error = in_own_thread(lambda: app.state.value)
         assert isinstance(error, AttributeError)
         assert "no attribute 'value'. Each replica has an app of its own" in str(error)
+        assert "copy_context().run" in str(error)
+        error = in_own_thread(lambda: setattr(app.state, "value", 2))
+        assert isinstance(error, AttributeError)
+        assert "app.state.value cannot be set here, where no replica would see it" in str(error)
         assert "copy_context().run" in str(error)
 
 
