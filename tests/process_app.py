@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import BackgroundTasks, FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
+from starlette.types import Receive, Scope, Send
 
 import ingress as serve
 from ingress.core.base.types import DeploymentID
@@ -472,4 +473,16 @@ class Downloads:
         return "ok"
 
 
+async def listens(scope: Scope, receive: Receive, send: Send) -> None:
+    """Stream until the client leaves; note then in a file that it is told and ends by itself."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"item", "more_body": True})
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    await asyncio.sleep(0.001)  # a cancellation would come here
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    Path(scope["query_string"].decode()).touch()
+
+
+downloading.mount("/listens", listens)
 downloads = Downloads.bind()

@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -248,6 +249,30 @@ def test_tls_and_believed_proxies_act_in_each_way(
 
     assert (answer["client"], answer["scheme"]) == ("9.9.9.9", "http")
     assert (plain["client"], plain["scheme"]) == ("127.0.0.1", "https")
+
+
+PARSERS = {
+    "h11": (["--http", "h11"], "HTTP/1.1"),
+    "zttp": (["--http", "zttp"], "HTTP/1.1"),
+    "http2": (["--http", "zttp", "--http2"], "HTTP/2"),
+}
+
+
+@pytest.mark.parametrize(("words", "version"), PARSERS.values(), ids=PARSERS)
+def test_a_parser_that_is_asked_for_serves_and_bodies_have_their_limit(
+    folder: Path, words: list[str], version: str
+) -> None:
+    if find_spec(words[1]) is None:
+        pytest.skip(f"{words[1]} is not installed: it has no wheel for this Python")
+    command = run("app:hello", "--port", "0", *words)
+    environ = {**environment(folder), "INGRESS_MAX_BODY_SIZE": "8"}
+    with process(command, folder, environ) as server:
+        is_http2 = version == "HTTP/2"
+        with httpx.Client(base_url=server.url, http1=not is_http2, http2=is_http2) as client:
+            for body, status in ((b"12345678", 200), (b"123456789", 413), (b"1", 200)):
+                answer = client.post("/size", content=body)
+                assert (answer.status_code, answer.http_version) == (status, version)
+        assert ("no limits for connections" in server.output) == ("zttp" in words)
 
 
 @pytest.mark.thorough

@@ -129,11 +129,17 @@ def finish_when_cut(kind: type[Response]) -> None:
         if kind.__call__ in _FINISHING:
             return
         owner = next(each for each in kind.__mro__ if "__call__" in vars(each))
-        owner.__call__ = _finishing(owner.__call__)  # type: ignore[method-assign]
+        owner.__call__ = _finishing(  # type: ignore[method-assign]
+            owner.__call__,
+            is_stream=issubclass(owner, StreamingResponse | FileResponse)
+            and owner is not MIDDLEWARE_RESPONSE,
+        )
         _FINISHING.add(owner.__call__)
 
 
-def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def _finishing(
+    original: Callable[..., Awaitable[None]], *, is_stream: bool
+) -> Callable[..., Awaitable[None]]:
     @wraps(original)
     async def finishing(response: Any, scope: Scope, receive: Receive, send: Send) -> None:
         is_sent = False
@@ -148,6 +154,8 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
 
         # Without a background task, nothing runs after the last message.
         background = getattr(response, "background", None)
+        if is_stream and (call := CURRENT_CALL.get(None)) is not None:
+            call.work.note_stream(ends_with_client=True)
         try:
             await original(response, scope, receive, send if background is None else watched)
             return
@@ -169,6 +177,8 @@ def _finishing(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaita
             is_cancelled = isinstance(error, asyncio.CancelledError)
             if not (call.is_interrupted or (call.work.is_heard and not is_cancelled)):
                 raise
+            if is_cancelled and call.work.is_heard and not call.settled:
+                raise  # by user code, which was told of the disconnect and ends by itself
             if is_cancelled:
                 task.uncancel()
         # From now on a cancellation of the call comes too late: see `Replica._cancel`.
@@ -254,6 +264,7 @@ async def send_stream(items: AsyncGenerator[object, None], send: Send) -> None:
 
     An error before the first item is raised before the response starts, so it becomes a 500.
     """
+    CURRENT_CALL.get().work.note_stream(ends_with_client=True)
     async with aclosing(items):
         try:
             item = await anext(items)

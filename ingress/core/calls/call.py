@@ -96,6 +96,10 @@ class Work:
     answered_at  when the answer to a request with a deadline was sent; 0 if at its work's end
     has_answer   the whole answer was sent, or cut: what still runs is a background task
     is_heard     user code was told that the client is gone
+    is_listening user code is to hear from `receive` that its client has left: it has asked, or it
+                 is an application that streams in its own way
+    ends_with_client
+                 it sends a stream of Starlette's or of a method, which ends without being told
     is_unread    the first message of a request is yet to be read, if user code asks for it
     """
 
@@ -103,6 +107,8 @@ class Work:
     scope: Scope | None = None
     has_answer: bool = False
     is_heard: bool = False
+    is_listening: bool = False
+    ends_with_client: bool = False
     is_unread: bool = False
     streamed_at: float = 0.0
     answered_at: float = 0.0
@@ -141,6 +147,9 @@ class Work:
 
     def note_answer(self) -> None:
         """Note that the answer is complete, or cut. Called where user code runs."""
+
+    def note_stream(self, *, ends_with_client: bool) -> None:
+        """Note whether the stream that begins is one of Starlette's or of a method."""
 
     def interrupt(self) -> None:
         """Tell the code to stop. Called where it runs, after its task was cancelled."""

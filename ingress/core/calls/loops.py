@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import Context, copy_context
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from time import monotonic
 from typing import Any, Protocol, TypeVar
@@ -169,10 +169,12 @@ class _Guarded(ThreadAware):
             super().close()  # type: ignore[misc]
 
 
+@cache
 def loop_class(name: str) -> Any:
     """Return the class of a kind of event loops, as `ingress run --loop` takes it.
 
-    Raises `ValueError` if there is none.
+    Kept: a function that makes loops has to make one to tell its class. Raises `ValueError` if
+    there is none.
     """
     if name == "uvloop" and _uvloops is None:
         raise ValueError(

@@ -22,7 +22,8 @@ class Client:
     `passes_on` says whether user code wants the messages: after the whole body, only the disconnect
     is of interest. `on_gone()` is called when the client has left.
     `wake_by` is `put_nowait`'s, for user code on another loop that waits for a message.
-    `stop_code` is that of the `end` of its messages by the application; else `None`.
+    `stop_code` is that of the `end` of its messages by the application; else `None`. `timer` limits
+    the time of user code that was told of the disconnect, to its end.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Client:
         "_task",
         "_wake_by",
         "stop_code",
+        "timer",
     )
 
     def __init__(
@@ -61,6 +63,7 @@ class Client:
         self._goodbye: Message | None = None  # a WebSocket's last message
         self._is_ended = False
         self.stop_code: int | None = None
+        self.timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
         """Check whether the client has left. Called at every sweep while the request runs."""
@@ -129,6 +132,8 @@ class Client:
     def stop(self) -> None:
         """Stop reading: the request is over."""
         self._cancel()
+        if self.timer is not None:
+            self.timer.cancel()
         if self._is_http:
             self._inbound.finish()  # user code that runs on may wait for a message
         # Break the cycle with the reply: a body must not wait for the garbage collector.

@@ -33,7 +33,7 @@ from ingress.exceptions import (
     RequestTimeoutError,
     StreamClosedError,
 )
-from ingress.serving.http.asgi_messages import gathered, with_request_id
+from ingress.serving.http.asgi_messages import NORMAL, gathered, with_request_id
 from ingress.serving.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.serving.http.client import Client
 from ingress.serving.http.reply_state import (
@@ -49,6 +49,7 @@ from ingress.serving.http.reply_state import (
     LATE,
     LEAVE,
     OWN,
+    PART,
     READING,
     REFUSE,
     RELEASE,
@@ -56,6 +57,7 @@ from ingress.serving.http.reply_state import (
     RUN,
     RUNNING,
     STOP,
+    TELL,
     WAKE,
     Action,
     ImpossibleEventError,
@@ -69,6 +71,9 @@ from ingress.serving.http.work import HTTPWork
 from ingress.serving.replicas.router import Router
 
 Perform = Callable[[Any, Any], Any]
+# For user code that is told that its client is gone, to notice and to clean up.
+HEARING_S = 0.25
+CLEANUP_S = 5.0
 
 
 class Waiter(Protocol):
@@ -399,7 +404,30 @@ class Reply:
         if self.body and self.body.error:
             self.on(LATE, self.body.error)
         else:
-            self.on(GO)
+            # Race with user code on its own loop, which may just begin to listen: then it is
+            # cancelled, as code that does not listen.
+            self.on(PART if self.is_http and self.work.is_listening else GO)
+
+    def tell(self) -> None:
+        """Tell user code that listens that its client is gone."""
+        self.cancel_if_deaf()
+        self.client().end(NORMAL)
+
+    def cancel_if_deaf(self) -> None:
+        """Cancel user code that was told of the disconnect, unless it hears of that and ends."""
+        self.call.is_interrupted = True
+        self.client().timer = self.loop.call_later(HEARING_S, self._cancel_unless_heard)
+
+    def _cancel_unless_heard(self) -> None:
+        """Cancel user code that has not noticed that its client is gone.
+
+        Race with user code that notices on its own loop just now: it is cancelled while it cleans
+        up, as code that does not listen always is.
+        """
+        if self.work.is_heard and not self.work.ends_with_client:
+            self.client().timer = self.loop.call_later(CLEANUP_S, self.call.cancel)
+        else:
+            self.call.cancel()
 
 
 def _cancel(reply: Reply, error: RayServeException | None) -> None:
@@ -428,6 +456,7 @@ Reply.performs = {
     RUN: _run,
     RELEASE: lambda reply, slot: slot[1].release(slot[0]),
     CANCEL: _cancel,
+    TELL: lambda reply, _: reply.tell(),
     STOP: lambda reply, _: reply.call.cancel(reply.stop_error()),
     WAKE: Reply.wake,
     REFUSE: _refuse,

@@ -25,6 +25,7 @@ class ReplyState(IntEnum):
     ENDING     the call has ended. The rest of the response is being sent
     CLOSING    the call has ended. The last messages of the WebSocket are being sent
     DONE       the server has the whole response, and the call has ended
+    TOLD       the client has left. User code listens for that, and ends by itself
     ABANDONED  the server has cancelled its task, or failed. The call cleans up
     CUT        the reply has ended with an error of its own: the client is answered, or cut off
     GONE       the client has left: no answer is sent. The call is being cancelled
@@ -41,11 +42,12 @@ class ReplyState(IntEnum):
     ENDING = 6
     CLOSING = 7
     DONE = 8
-    ABANDONED = 9
-    CUT = 10
-    GONE = 11
-    LOST = 12
-    LEFT = 13
+    TOLD = 9
+    ABANDONED = 10
+    CUT = 11
+    GONE = 12
+    LOST = 13
+    LEFT = 14
 
 
 class ReplyEvent(IntEnum):
@@ -59,6 +61,7 @@ class ReplyEvent(IntEnum):
     END     the call has ended, and all that it has sent is here
     LATE    the deadline has passed, or the body stalls or is too large
     GO      the client has left
+    PART    the client has left, and user code listens for that
     HEARD   user code has heard that the client has left, from its `send`
     UNSENT  the server has told its task that the client has left
     BREAK   the server cancels its task, or fails
@@ -73,10 +76,11 @@ class ReplyEvent(IntEnum):
     END = 5
     LATE = 6
     GO = 7
-    HEARD = 8
-    UNSENT = 9
-    BREAK = 10
-    LEAVE = 11
+    PART = 8
+    HEARD = 9
+    UNSENT = 10
+    BREAK = 11
+    LEAVE = 12
 
 
 class Action(IntEnum):
@@ -87,7 +91,7 @@ class Action(IntEnum):
     RELEASE    give back the slot that came
     CANCEL     cancel the call, with an error of the reply's own if there is one
     STOP       cancel the call as a stop of its application does: a background task, too
-    TELL       tell the handler of a WebSocket that its client is gone, and cancel it if it is deaf
+    TELL       tell user code by `receive` that its client is gone, and cancel it if it is deaf
     WAKE       wake the server's task
     INTERRUPT  cancel what the server's task waits for
     REFUSE     send nothing: the sender gets an error
@@ -120,10 +124,10 @@ class ImpossibleEventError(RuntimeError):
 
 # Members of an enum are slow to look up in its class.
 (
-    READING, CALLED, STARTED, OPEN, COMPLETE, FAILED, ENDING, CLOSING, DONE, ABANDONED, CUT, GONE,
-    LOST, LEFT,
+    READING, CALLED, STARTED, OPEN, COMPLETE, FAILED, ENDING, CLOSING, DONE, TOLD, ABANDONED,
+    CUT, GONE, LOST, LEFT,
 ) = ReplyState  # fmt: skip
-READ, SLOT, ACCEPT, BEGIN, FINISH, END, LATE, GO, HEARD, UNSENT, BREAK, LEAVE = ReplyEvent
+READ, SLOT, ACCEPT, BEGIN, FINISH, END, LATE, GO, PART, HEARD, UNSENT, BREAK, LEAVE = ReplyEvent
 (
     ASK, RUN, RELEASE, CANCEL, STOP, TELL, WAKE, INTERRUPT, REFUSE, CLOSE, RAISE, OWN, REPORT,
     EXCUSE,
@@ -167,7 +171,7 @@ HTTP: Table = _table(
             BREAK: (ABANDONED, CANCEL),
             LEAVE: (LEFT, CANCEL),
         },
-        never=(SLOT, ACCEPT, BEGIN, FINISH, GO, HEARD),
+        never=(SLOT, ACCEPT, BEGIN, FINISH, GO, PART, HEARD),
     ),
     _row(
         CALLED,
@@ -177,6 +181,7 @@ HTTP: Table = _table(
             END: (FAILED, WAKE),
             LATE: (CUT, CANCEL, INTERRUPT),
             GO: (GONE, CANCEL),
+            PART: (TOLD, TELL),
             UNSENT: (GONE, CANCEL),
             BREAK: (ABANDONED, CANCEL),
             LEAVE: (LEFT, CANCEL),
@@ -192,6 +197,7 @@ HTTP: Table = _table(
             END: (ENDING, WAKE),
             LATE: (CUT, CANCEL, INTERRUPT),
             GO: (GONE, CANCEL),
+            PART: (TOLD, TELL),
             HEARD: (GONE,),
             UNSENT: (GONE, CANCEL),
             BREAK: (ABANDONED, CANCEL),
@@ -211,7 +217,7 @@ HTTP: Table = _table(
             BREAK: (ABANDONED, STOP),
             LEAVE: (LEFT, CANCEL),
         },
-        stays=(BEGIN, FINISH, LATE, GO),
+        stays=(BEGIN, FINISH, LATE, GO, PART),
         never=(READ, ACCEPT),
     ),
     _row(
@@ -223,7 +229,7 @@ HTTP: Table = _table(
             BREAK: (ABANDONED,),
             LEAVE: (LEFT, RAISE),
         },
-        stays=(FINISH, END, LATE, GO),
+        stays=(FINISH, END, LATE, GO, PART),
         never=(READ, ACCEPT, HEARD),
     ),
     _row(
@@ -237,7 +243,7 @@ HTTP: Table = _table(
             BREAK: (ABANDONED,),
             LEAVE: (LEFT, RAISE),
         },
-        stays=(BEGIN, END, GO),
+        stays=(BEGIN, END, GO, PART),
         never=(READ, ACCEPT),
     ),
     _NO_ROW,  # CLOSING
@@ -250,7 +256,20 @@ HTTP: Table = _table(
             BREAK: (ABANDONED,),
             LEAVE: (LEFT, REPORT),
         },
-        stays=(BEGIN, FINISH, END, LATE, GO),
+        stays=(BEGIN, FINISH, END, LATE, GO, PART),
+        never=(READ, ACCEPT),
+    ),
+    _row(
+        TOLD,
+        {
+            SLOT: (TOLD, RELEASE),
+            END: (LOST, WAKE),
+            LATE: (GONE, CANCEL),
+            UNSENT: (GONE, CANCEL),
+            BREAK: (ABANDONED, CANCEL),
+            LEAVE: (LEFT, CANCEL),
+        },
+        stays=(BEGIN, FINISH, GO, PART, HEARD),
         never=(READ, ACCEPT),
     ),
     _row(
@@ -261,7 +280,7 @@ HTTP: Table = _table(
             FINISH: (ABANDONED, REFUSE),
             LEAVE: (LEFT,),
         },
-        stays=(END, LATE, GO, HEARD, UNSENT),
+        stays=(END, LATE, GO, PART, HEARD, UNSENT),
         never=(READ, ACCEPT, BREAK),
     ),
     _row(
@@ -273,25 +292,26 @@ HTTP: Table = _table(
             BREAK: (ABANDONED,),
             LEAVE: (LEFT, OWN),
         },
-        stays=(END, LATE, GO, HEARD, UNSENT),
+        stays=(END, LATE, GO, PART, HEARD, UNSENT),
         never=(READ, ACCEPT),
     ),
     _row(
         GONE,
         {SLOT: (GONE, RELEASE), END: (LOST, WAKE), LEAVE: (LEFT,)},
-        stays=(BEGIN, FINISH, LATE, GO, HEARD, UNSENT, BREAK),  # the server drops what is sent
+        # The server drops what is sent.
+        stays=(BEGIN, FINISH, LATE, GO, PART, HEARD, UNSENT, BREAK),
         never=(READ, ACCEPT),
     ),
     _row(
         LOST,
         {SLOT: (LOST, RELEASE), LEAVE: (LEFT,)},
-        stays=(BEGIN, FINISH, END, LATE, GO, HEARD, UNSENT, BREAK),
+        stays=(BEGIN, FINISH, END, LATE, GO, PART, HEARD, UNSENT, BREAK),
         never=(READ, ACCEPT),
     ),
     _row(
         LEFT,
         {SLOT: (LEFT, RELEASE), BEGIN: (LEFT, REFUSE), FINISH: (LEFT, REFUSE)},
-        stays=(END, LATE, GO, HEARD, UNSENT),
+        stays=(END, LATE, GO, PART, HEARD, UNSENT),
         never=(READ, ACCEPT, BREAK, LEAVE),
     ),
 )
@@ -302,7 +322,7 @@ WEBSOCKET: Table = _table(
     _row(
         READING,
         {READ: (CALLED, ASK)},
-        never=(SLOT, *_SENT, END, LATE, GO, HEARD, UNSENT, BREAK, LEAVE),
+        never=(SLOT, *_SENT, END, LATE, GO, PART, HEARD, UNSENT, BREAK, LEAVE),
     ),
     _row(
         CALLED,
@@ -317,7 +337,7 @@ WEBSOCKET: Table = _table(
             BREAK: (ABANDONED, CANCEL),
             LEAVE: (LEFT, CANCEL),
         },
-        never=(READ, FINISH, HEARD),
+        never=(READ, PART, FINISH, HEARD),
     ),
     _row(
         STARTED,
@@ -331,7 +351,7 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT, CANCEL),
         },
         stays=(ACCEPT, BEGIN, LATE, HEARD),
-        never=(READ,),
+        never=(READ, PART),
     ),
     _row(
         OPEN,
@@ -345,7 +365,7 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT, CANCEL),
         },
         stays=(ACCEPT, BEGIN, LATE, HEARD),  # it has no deadline any more
-        never=(READ,),
+        never=(READ, PART),
     ),
     _row(
         COMPLETE,
@@ -357,7 +377,7 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT, CANCEL),
         },
         stays=(*_SENT, LATE, GO, HEARD),
-        never=(READ,),
+        never=(READ, PART),
     ),
     _row(
         FAILED,
@@ -370,7 +390,7 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT, RAISE),
         },
         stays=(END, LATE, GO),
-        never=(READ, FINISH, HEARD),
+        never=(READ, PART, FINISH, HEARD),
     ),
     _row(
         ENDING,
@@ -382,7 +402,7 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT, RAISE),
         },
         stays=(ACCEPT, BEGIN, END, LATE, GO, HEARD),
-        never=(READ,),
+        never=(READ, PART),
     ),
     _row(
         CLOSING,
@@ -394,7 +414,7 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT, CLOSE),
         },
         stays=(ACCEPT, BEGIN, END, LATE, GO, HEARD),
-        never=(READ,),
+        never=(READ, PART),
     ),
     _row(
         DONE,
@@ -405,8 +425,9 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT, REPORT),
         },
         stays=(*_SENT, END, LATE, GO, HEARD),
-        never=(READ,),
+        never=(READ, PART),
     ),
+    _NO_ROW,  # TOLD
     _row(
         ABANDONED,
         {
@@ -417,7 +438,7 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT,),
         },
         stays=(END, LATE, GO, HEARD, UNSENT),
-        never=(READ, BREAK),
+        never=(READ, PART, BREAK),
     ),
     _row(
         CUT,
@@ -430,19 +451,19 @@ WEBSOCKET: Table = _table(
             LEAVE: (LEFT, OWN),
         },
         stays=(END, LATE, GO, HEARD, UNSENT),
-        never=(READ,),
+        never=(READ, PART),
     ),
     _row(
         GONE,
         {SLOT: (GONE, RELEASE), END: (LOST, WAKE), LEAVE: (LEFT, EXCUSE)},
         stays=(*_SENT, LATE, GO, HEARD, UNSENT, BREAK),
-        never=(READ,),
+        never=(READ, PART),
     ),
     _row(
         LOST,
         {SLOT: (LOST, RELEASE), LEAVE: (LEFT, EXCUSE)},
         stays=(*_SENT, END, LATE, GO, HEARD, UNSENT, BREAK),
-        never=(READ,),
+        never=(READ, PART),
     ),
     _row(
         LEFT,
@@ -453,11 +474,11 @@ WEBSOCKET: Table = _table(
             FINISH: (LEFT, REFUSE),
         },
         stays=(END, LATE, GO, HEARD, UNSENT),
-        never=(READ, BREAK, LEAVE),
+        never=(READ, PART, BREAK, LEAVE),
     ),
 )
 
-RUNNING = frozenset({CALLED, STARTED, OPEN, COMPLETE, ABANDONED, CUT, GONE})
+RUNNING = frozenset({CALLED, STARTED, OPEN, COMPLETE, TOLD, ABANDONED, CUT, GONE})
 """The states before the end of the call is known."""
 OVER = frozenset({FAILED, ENDING, CLOSING, DONE, LOST})
 """The states after the end of the call, before the server's task leaves."""

@@ -23,7 +23,7 @@ from ingress.exceptions import is_cancellation
 from ingress.serving.http.access import DENIED, SWITCHED
 from ingress.serving.http.asgi_driver import work_ended
 from ingress.serving.http.asgi_messages import INTERNAL_ERROR, NORMAL
-from ingress.serving.http.reply import Reply
+from ingress.serving.http.reply import CLEANUP_S, HEARING_S, Reply
 from ingress.serving.http.reply_state import (
     ACCEPT,
     BEGIN,
@@ -34,8 +34,6 @@ from ingress.serving.http.reply_state import (
     GO,
     GONE,
     OVER,
-    RUNNING,
-    TELL,
     WEBSOCKET,
     Action,
 )
@@ -46,9 +44,6 @@ from ingress.serving.http.uvicorn_connection import (
     websocket_of,
 )
 
-# For a handler whose client is gone, to notice and to clean up.
-HEARING_S = 0.25
-CLEANUP_S = 5.0
 FLUSHING_S = 1.0  # for data that is being sent when the server closes the connection
 
 
@@ -189,23 +184,6 @@ class WebSocketReply(Reply):
         elif now >= self._flushes_until:
             transport.abort()
 
-    def cancel_unless_heard(self) -> None:
-        """Cancel a handler that has not noticed that its client is gone.
-
-        Race with a handler that notices on its own loop just now: it is cancelled while it cleans
-        up, as the handler of a request always is.
-        """
-        if self.state in RUNNING:
-            if self.work.is_heard:
-                self.loop.call_later(CLEANUP_S, self.call.cancel)
-            else:
-                self.call.cancel()
-
-
-def _tell(reply: WebSocketReply, _: Any) -> None:
-    reply.call.is_interrupted = True
-    reply.close()
-    reply.loop.call_later(HEARING_S, reply.cancel_unless_heard)
-
-
-WebSocketReply.performs = {**Reply.performs, TELL: _tell}
+    def tell(self) -> None:
+        self.close()
+        self.cancel_if_deaf()

@@ -23,14 +23,14 @@ from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
 from ingress.core.calls.channel import RESPONSE_BYTES, YIELD_EVERY, Channel
 from ingress.core.calls.loops import Mailbox
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
-from ingress.exceptions import RayServeException, StreamClosedError
+from ingress.exceptions import RayServeException, RequestCancelledError, StreamClosedError
 from ingress.serving.http.asgi_messages import NORMAL, SERVICE_RESTART, channel_for, size_of
 from ingress.serving.http.client import Client
 from ingress.serving.http.reply_state import (
-    ABANDONED,
     HEARD,
     LATE,
     SLOT,
+    TOLD,
     Action,
     ReplyEvent,
     ReplyState,
@@ -89,15 +89,16 @@ class HTTPWork(Work):
     """
 
     __slots__ = (
-        "_first", "_is_pumping", "_kind", "_method", "_outbound", "_sent", "_start", "_template",
-        "answered_at", "has_answer", "is_heard", "reply", "route_label", "scope", "streamed_at",
+        "_first", "_has_body", "_is_pumping", "_kind", "_method", "_outbound", "_sent", "_start",
+        "_template", "answered_at", "ends_with_client", "has_answer", "is_heard", "is_listening",
+        "reply", "route_label", "scope", "streamed_at",
     )  # fmt: skip
 
     def __init__(self, reply: ServerSide, scope: Scope, route: str) -> None:
         self.reply = reply
         self.scope: Scope = scope
         self.route_label = route
-        self.has_answer = self.is_heard = False
+        self.has_answer = self.is_heard = self.is_listening = self.ends_with_client = False
         self.streamed_at = self.answered_at = 0.0
         self._outbound: Channel[Message] | None = None
         self._template = self._kind = self._method = ""
@@ -131,10 +132,15 @@ class HTTPWork(Work):
             return message
         if not self._is_pumping:
             self._is_pumping = True
+            first = self.reply.first
+            self._has_body = first is not None and not first.get("more_body")
             self.reply.post(self.reply.pump)
+        self.is_listening = self._has_body  # what may come is the disconnect
         message = await self.reply.client().take()
         if message["type"].endswith(".disconnect"):
             self.is_heard = True
+        elif message["type"] == "http.request":
+            self._has_body = not message.get("more_body")
         return message
 
     async def send(self, message: Message) -> None:
@@ -162,6 +168,8 @@ class HTTPWork(Work):
             await self._stream()
         assert self._outbound is not None
         try:
+            if self.ends_with_client and self.reply.state is TOLD:
+                raise StreamClosedError("the client of this request has disconnected")
             await self._outbound.put(message, size_of(message))
         except StreamClosedError:
             await self._hear()
@@ -181,18 +189,27 @@ class HTTPWork(Work):
         if self._is_pumping:  # a `receive` that waits reports the disconnect
             self.reply.post(self.reply.disconnect, NORMAL)
 
+    def note_stream(self, *, ends_with_client: bool) -> None:
+        self.ends_with_client = ends_with_client
+
     async def _stream(self) -> None:
         """Send the response message by message from now on."""
-        self.streamed_at = monotonic()
+        self._note_begin()
         self._outbound = channel_for(is_http=self.reply.is_http, max_bytes=RESPONSE_BYTES)
         if self._start is not None:
             await self._outbound.put(self._start)
         self.reply.mailbox.post(self.reply.open, self._outbound)
 
+    def _note_begin(self) -> None:
+        self.streamed_at = monotonic()
+        # Race with a client that leaves at its first item: an application listens from then on.
+        self.is_listening = self.is_listening or not self.ends_with_client
+
     async def send_here(self, message: Message) -> None:
         """Send a message on the server's own loop."""
         reply = self.reply
-        if reply.state >= ABANDONED:
+        # An application that is told may send on, as under uvicorn, which drops that.
+        if reply.state >= TOLD and (reply.state is not TOLD or self.ends_with_client):
             await self._hear()
             raise StreamClosedError("the client of this request has disconnected")
         if type(message.get("body")) is not bytes and message["type"] != "http.response.start":
@@ -212,7 +229,8 @@ class HTTPWork(Work):
             start, self._start = self._start, None
             try:
                 if start is None:
-                    self.streamed_at = self.streamed_at or monotonic()
+                    if not self.streamed_at:
+                        self._note_begin()
                     await reply.pass_on(message)
                 else:
                     await reply.send_response(start, message)
@@ -275,6 +293,8 @@ class HTTPWork(Work):
         self._method = self.scope.get("method", "WS")
         if failure is not None or call.is_interrupted:
             self.route(call)  # kept for the log record
+            if self.reply.state is TOLD:  # it has ended by itself
+                call.settle(error=RequestCancelledError(call.metadata.request_id))
         if call.metadata.deadline is not None:
             self.kind(call)  # kept for the estimate of later calls of this kind
         self.scope, call.context = {}, NO_CONTEXT

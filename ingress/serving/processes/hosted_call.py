@@ -92,6 +92,7 @@ class HostedRequest(Work, Waiters):
 
     __slots__ = (
         "_answer",
+        "_asks",
         "_first",
         "_inputs",
         "_is_gone",
@@ -101,6 +102,7 @@ class HostedRequest(Work, Waiters):
         "_taken",
         "_template",
         "call",
+        "ends_with_client",
         "has_answer",
         "is_heard",
         "scope",
@@ -117,6 +119,7 @@ class HostedRequest(Work, Waiters):
         self._start: Message | None = None
         self._answer: Content | None = None  # a complete response that is not sent yet
         self._is_streaming = self.has_answer = self._is_gone = self.is_heard = False
+        self._asks = self.ends_with_client = False
         self._template = ""
 
     def __call__(self, user_code: UserCode) -> Awaitable[None]:
@@ -150,35 +153,44 @@ class HostedRequest(Work, Waiters):
 
     def close(self) -> None:
         """Have `receive` report the disconnect: the client is gone."""
-        self._is_gone = True
-        self.is_heard = self.is_heard or self._is_http
+        self._is_gone = self.call.is_interrupted = True
         self.wake()
 
     async def _receive(self) -> Message:
         if self._first is not None and not self.has_answer:
             message, self._first = self._first, None
+            self._asks = not message.get("more_body")
             return message
         while self.has_answer or not self._inputs:  # after the answer as uvicorn
             if self._is_gone or self.has_answer:
+                self._hear()
                 if self._is_http:
                     return {"type": "http.disconnect"}
-                self._hear()
                 return {"type": "websocket.disconnect", "code": 1006, "reason": ""}
+            if self._asks:
+                self._listen()
             await self.wait()
         message, size = self._inputs[0]
         if message["type"].endswith(".disconnect"):
             self._hear()
             return message  # the last one, for every later `receive`
         self._inputs.popleft()
+        self._asks = message.get("more_body") is False
         self._taken.add(1, size)
         self._taken.tell(self.call.frames, self.call.number)
         return message
 
+    def _listen(self) -> None:
+        """Have the server send the disconnect of the client, once the body is here."""
+        self._asks = False
+        self.call.frames.post(Kind.LISTEN, self.call.number)
+
     def _hear(self) -> None:
-        """Tell the server, once, that user code knows that the client of its WebSocket has left."""
-        if not (self.is_heard or self._is_http):
+        """Tell the server, once, that user code knows that its client has left."""
+        if not (self.is_heard or self.has_answer):
             self.is_heard = True
-            self.call.frames.post(Kind.HEARD, self.call.number)
+            if not self.ends_with_client:  # else the server cancels it, as in a thread
+                self.call.frames.post(Kind.HEARD, self.call.number)
 
     # The response.
 
@@ -206,6 +218,9 @@ class HostedRequest(Work, Waiters):
                 await self._stream(self._start)
             await self._stream(message)
 
+    def note_stream(self, *, ends_with_client: bool) -> None:
+        self.ends_with_client = ends_with_client
+
     def note_answer(self) -> None:
         """Note that the answer is complete: a `receive` that waits reports the disconnect."""
         self.has_answer = True
@@ -223,6 +238,8 @@ class HostedRequest(Work, Waiters):
 
     async def _stream(self, message: Message) -> None:
         """Send one message, at the pace of the client."""
+        if self._is_http and not self._is_streaming and not self.ends_with_client:
+            self._listen()  # as `HTTPWork`
         self._is_streaming = True
         kind = message["type"]
         if kind == RESPONSE_BODY and message.get("more_body"):
@@ -245,6 +262,9 @@ class HostedRequest(Work, Waiters):
         try:
             await self.call.window.take(size_of_content(content))
         except StreamClosedError:
+            if self._is_http and not (self.call.settled or self.ends_with_client):
+                await asyncio.sleep(0)  # user code is told, and may send on: `HTTPWork.send_here`
+                return
             self._hear()
             await asyncio.sleep(0)  # a cancellation comes here, not in the clean-up: `HTTPWork`
             raise

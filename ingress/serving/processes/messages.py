@@ -15,7 +15,8 @@
           RESPONSE     a complete response: status, headers, body; the work goes on
           ANSWER       the same, and the work has ended
           OUTPUT       one message of a response, or of a WebSocket
-          HEARD        user code was told that the client of its WebSocket has left
+          LISTEN       user code asks whether the client of its request has left
+          HEARD        user code was told that its client has left
           CHUNK        the bytes of one chunk of a response's body
           ITEM         one item of a generator
           TRACE        the id of the trace that an HTTP request has in the child
@@ -95,11 +96,12 @@ class Kind(IntEnum):
     REPORT = 25
     TRACE = 26
     HEARD = 27
+    LISTEN = 28
 
 
 OF_CALLS = frozenset(
     (Kind.CREDIT, Kind.RESPONSE, Kind.OUTPUT, Kind.CHUNK, Kind.ITEM, Kind.TRACE,
-     Kind.HEARD, Kind.DONE, Kind.FAILED, Kind.ANSWER)
+     Kind.HEARD, Kind.LISTEN, Kind.DONE, Kind.FAILED, Kind.ANSWER)
 )  # fmt: skip
 """The kinds of the frames that answer a call."""
 

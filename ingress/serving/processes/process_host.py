@@ -59,7 +59,7 @@ from ingress.serving.processes.messages import (
     scope_as_sent,
 )
 from ingress.serving.processes.output import levels
-from ingress.serving.processes.remote_calls import RemoteCall, RemoteWork
+from ingress.serving.processes.remote_calls import RemoteCall, RemoteWork, unasked
 from ingress.serving.processes.resources import EnvironmentOf, environment_of, visible
 from ingress.serving.replicas.host import HostCounts, OwnPart
 from ingress.serving.replicas.replica import Replica
@@ -331,8 +331,20 @@ class RemoteCode:
         head = envelope_of(metadata, span_headers()), scope_as_sent(scope)
         work = self._link.send(Kind.HTTP, encode((*head, outside(bytes(body)), has_more)))
         feeding: asyncio.Task[None] | None = None
+
+        def feed() -> None:
+            nonlocal feeding
+            if feeding is None or feeding.done():
+                feeding = asyncio.get_running_loop().create_task(self._feed(work, receive))
+
+        def listen() -> None:
+            call.work.note_stream(ends_with_client=False)
+            feed()
+
         if has_more or not is_http:
-            feeding = asyncio.get_running_loop().create_task(self._feed(work, receive))
+            feed()
+        call.work.note_stream(ends_with_client=True)  # unless the child says that it listens
+        work.listen = listen
         try:
             while messages := await work.take():  # at the client's pace
                 for message in messages if len(messages) < 3 else _gathered(messages):
@@ -345,15 +357,20 @@ class RemoteCode:
                         self._close(work)
                 work.give()
         finally:
+            work.listen = unasked  # the work would be in a cycle with it
             if not work.is_over:
                 await work.leave(sys.exception())
             if feeding is not None:
                 feeding.cancel()
 
     async def _feed(self, work: RemoteWork, receive: Receive) -> None:
-        """Send the client's messages to user code, as fast as it takes them."""
+        """Send the client's messages to user code, as fast as it takes them.
+
+        The disconnect of a request is sent if user code listens: it asks after the whole body.
+        """
         message: Message = {"type": ""}
-        call = CURRENT_CALL.get()
+        call = work.call
+        assert call is not None
         while not message["type"].endswith(".disconnect"):
             message = await receive()
             work.can_move = False
@@ -367,12 +384,15 @@ class RemoteCode:
                 name = call.metadata.deployment.name
                 work.fail(unsendable(name, problem, message=message))
                 return
+            if message.get("more_body") is False:
+                return
         if call.is_interrupted:  # the client has left; else the application stops, and may send
             self._close(work)
 
     def _close(self, work: RemoteWork) -> None:
-        """Tell user code that the client of its WebSocket has left. So far only `_feed` knows."""
-        CURRENT_CALL.get().work.hear(is_heard=work.has_heard)
+        """Tell user code that its client has left. So far only `_feed` knows."""
+        assert work.call is not None
+        work.call.work.hear(is_heard=work.has_heard)
         work.frames.post(Kind.CLOSE, work.number)
 
 

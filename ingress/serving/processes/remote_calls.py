@@ -35,12 +35,19 @@ _CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the
 _MOST_ARRIVED = 4 * MAX_ITEMS  # the window, and complete responses, which count in none
 
 
+def unasked() -> None:
+    """Do nothing: no client waits for this work, or user code was told before."""
+
+
 class RemoteWork(Waiters):
-    """One call in a child, from its frame to its end. Owned by the loop of the frames."""
+    """One call in a child, from its frame to its end. Owned by the loop of the frames.
+
+    `listen()` has the child get the disconnect of the client of its request, too.
+    """
 
     __slots__ = (
         "_arrived", "_size", "_taken", "call", "can_move", "error", "frames",
-        "has_heard", "is_over", "number", "value", "window",
+        "has_heard", "is_over", "listen", "number", "value", "window",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, number: int, frames: Frames) -> None:
@@ -51,6 +58,7 @@ class RemoteWork(Waiters):
         self.is_over = self.has_heard = False
         # To another replica: no message of the client was taken for it.
         self.can_move = kind != Kind.ASK
+        self.listen: Callable[[], None] = unasked
         self.value: object = None
         self.error: BaseException | None = None
         self._arrived: list[Any] = []  # messages of a response, or items
@@ -77,6 +85,8 @@ class RemoteWork(Waiters):
                 self.has_heard = True
                 if self.call is not None:
                     self.call.work.hear(is_heard=True)
+            elif kind == Kind.LISTEN:
+                self.listen()
             elif kind == Kind.TRACE:
                 if self.call is not None:
                     self.call.trace_id = trace_id_in(content)

@@ -301,6 +301,23 @@ def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app(app: Fas
     assert app.state.shared == "shared"
 
 
+def test_an_object_that_opens_once_ends_the_start_of_a_second_replica_with_the_way_out() -> None:
+    runs = iter([True])
+
+    @asynccontextmanager
+    async def lifespan(given: FastAPI) -> AsyncIterator[None]:
+        if not next(runs, False):
+            raise RuntimeError(".run() can only be called once per instance")
+        yield
+
+    web = ingress_package.deployment(num_replicas=2)(ingress(FastAPI(lifespan=lifespan))())
+    with (
+        pytest.raises(RuntimeError, match=r"once per instance\nThe lifespan .*num_replicas=1"),
+        TestClient(web.bind()),
+    ):
+        pass
+
+
 def in_own_thread(read: Callable[[], Any]) -> Any:
     """Return the result or the error of `read` in a thread with an empty context."""
     with ThreadPoolExecutor(1) as pool:

@@ -411,19 +411,28 @@ def test_a_kind_that_does_not_exist_is_refused(name: str, why: str) -> None:
 
 
 KIND = """
-import asyncio
+import asyncio, os
 from fastapi import FastAPI
 import ingress as serve
 
 app = FastAPI()
 
+class Loop(asyncio.SelectorEventLoop): ...
+
+def make(): return Loop()
+
 @serve.deployment
 @serve.ingress(app)
 class Api:
     @app.get("/")
-    async def root(self): return isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
+    async def root(self):
+        return [each.__name__ for each in type(asyncio.get_running_loop()).__mro__]
+
+    @app.get("/process")
+    async def process(self): return os.getpid()
 
 api = Api.bind()
+isolated = Api.options(isolation="process").bind()
 """
 
 
@@ -436,4 +445,16 @@ def test_the_loop_of_the_command_line_is_that_of_replicas(
     write_module(tmp_path, "kinds", KIND)
     environ = environment(tmp_path)
     with process([*command, "kinds:api", "--loop", "asyncio"], tmp_path, environ) as server:
-        assert get(server.port, "/").body == b"true"
+        classes = get(server.port, "/").body
+        assert b'"BaseEventLoop"' in classes
+
+
+@pytest.mark.parametrize("kind", ["kinds:Loop", "kinds:make"])
+def test_the_loop_of_the_command_line_is_that_of_replicas_in_processes(
+    tmp_path: Path, kind: str
+) -> None:
+    write_module(tmp_path, "kinds", KIND)
+    command = [*INGRESS, "run", "--port", "0", "kinds:isolated", "--loop", kind]
+    with process(command, tmp_path, environment(tmp_path)) as server:
+        assert get(server.port, "/process").body != b"%d" % server.process.pid
+        assert b'"Loop"' in get(server.port, "/").body

@@ -83,7 +83,6 @@ class Shielded(Listening):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         async with anyio.create_task_group() as group:
-            group.start_soon(self._listen, receive, group.cancel_scope)
             group.start_soon(self._send_items, send)
         if self.background is not None:
             await self.background()
@@ -396,6 +395,141 @@ def test_a_background_task_after_a_cut_has_no_deadline_and_is_told_of_the_discon
     wait_until(lambda: seen == [True, True])
 
 
+# Applications that listen for the disconnect, as those of MCP and of events do: they are told.
+
+
+class Listeners:
+    """ASGI applications that note how they end once their client has left."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    async def _told(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.seen.append("told")
+
+    async def streams(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream beside a task that listens."""
+        listening = asyncio.create_task(self._told(receive))
+        await self._begin(send)
+        await listening
+        await asyncio.sleep(0.001)  # a cancellation would come here
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.seen.append("ended")
+
+    async def stays(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hear of the disconnect, and go on."""
+        await self._begin(send)
+        await self._told(receive)
+        await self._wait()
+
+    async def deaf(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Never ask."""
+        await self._begin(send)
+        await self._wait()
+
+    async def fails(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._begin(send)
+        await self._told(receive)
+        raise LookupError("of its own end")
+
+    async def _begin(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+
+    async def _wait(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.seen.append("cancelled")
+            raise
+
+    async def waits(self, request: Request) -> None:
+        """Work in a task until the client leaves, as endpoints do that have no answer yet."""
+        work = asyncio.create_task(self._wait())
+        listening = asyncio.create_task(self._told(request.receive))
+        self.seen.append("running")
+        await asyncio.wait([work, listening], return_when=asyncio.FIRST_COMPLETED)
+        work.cancel()
+
+    async def asks(self, request: Request) -> None:
+        self.seen.append("running")
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.001)
+        self.seen.append("told")
+
+
+def listeners(*, middleware: bool = False) -> tuple[Listeners, int]:
+    """Return applications that listen, and the port where they are served."""
+    which, app = Listeners(), FastAPI()
+    for name in ("streams", "stays", "deaf", "fails"):
+        app.mount(f"/{name}", getattr(which, name))
+    for name in ("waits", "asks"):
+        app.get(f"/{name}")(getattr(which, name))
+    if middleware:
+
+        @app.middleware("http")
+        async def pass_on(request: Request, call_next: Callable[..., Any]) -> Any:
+            return await call_next(request)
+
+    @serve.ingress(app)
+    class Web: ...
+
+    return which, served(bind(serve.deployment(Web)))
+
+
+@pytest.mark.parametrize("middleware", [False, True], ids=["bare", "http"])
+def test_an_application_that_listens_is_told_of_the_disconnect_and_ends_by_itself(
+    caplog: pytest.LogCaptureFixture, middleware: bool
+) -> None:
+    caplog.set_level("WARNING")
+    which, port = listeners(middleware=middleware)
+    leave(port, "/streams/")
+    wait_until(lambda: ongoing() == 0)
+    assert which.seen == ["told", "ended"]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("path", "end"), [("waits", ["told", "cancelled"]), ("asks", ["told"])])
+def test_an_endpoint_that_asks_before_its_answer_is_told_and_ends_by_itself(
+    path: str, end: list[str]
+) -> None:
+    which, port = listeners()
+    with Connection(port) as client:
+        client.request(f"/{path}")
+        wait_until(lambda: which.seen == ["running"])
+    wait_until(lambda: which.seen == ["running", *end])
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_an_application_that_was_told_and_does_not_end_is_cancelled_at_its_deadline() -> None:
+    which, port = listeners()
+    with Connection(port) as client:
+        client.request("/stays/", headers="x-request-timeout-seconds: 0.3\r\n")
+        client.receive_until(CHUNK[:10])
+    wait_until(lambda: which.seen == ["told", "cancelled"])
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_an_application_that_never_asks_is_cancelled() -> None:
+    which, port = listeners()
+    leave(port, "/deaf/")
+    wait_until(lambda: which.seen == ["cancelled"])
+    wait_until(lambda: ongoing() == 0)
+
+
+def test_an_error_after_the_disconnect_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    which, port = listeners()
+    leave(port, "/fails/")
+    wait_until(lambda: ongoing() == 0)
+    wait_until(lambda: "of its own end" in caplog.text)
+    assert len(caplog.records) == 1
+    assert which.seen == ["told"]
+
+
 # The disconnect after the complete answer.
 
 
@@ -502,7 +636,7 @@ def is_separate() -> bool:
 # In a child process.
 
 
-def test_a_response_of_a_child_that_is_cut_runs_its_background_task(
+def test_a_response_of_a_child_that_is_cut_runs_its_background_task_and_a_listener_is_told(
     tmp_path: Path, stopped: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with forking():
@@ -513,6 +647,8 @@ def test_a_response_of_a_child_that_is_cut_runs_its_background_task(
         assert get(port, "/receive").body == b'"ok"'
         leave(port, f"/receive?note={tmp_path}/told", b"ok")
         wait_until((tmp_path / "told").exists)
+        leave(port, f"/listens/?{tmp_path}/listened", b"item")
+        wait_until((tmp_path / "listened").exists)
         leave(port, f"/stream?note={tmp_path}/missing/task")
         wait_until(lambda: "FileNotFoundError" in caplog.text)
         serve.shutdown()

@@ -32,6 +32,7 @@ from ingress.serving.http.reply_state import (
     LEAVE,
     OVER,
     OWN,
+    PART,
     RAISE,
     READ,
     READING,
@@ -68,6 +69,7 @@ class World:
     ended      the call has ended
     cut        the reply has cut it, at its deadline or because of its body
     gone       its client has left
+    listening  user code, which asked for that, was told by a message, and is not cancelled
     broken     the server has cancelled its task
     told       times that user code was told to stop
     left       the server's task has left
@@ -82,6 +84,7 @@ class World:
     ended: bool = False
     cut: bool = False
     gone: bool = False
+    listening: bool = False
     broken: bool = False
     told: int = 0
     left: bool = False
@@ -99,6 +102,8 @@ class World:
             return False  # nothing is read of a WebSocket before its call
         if event in (SLOT, GO):
             return self.asked
+        if event is PART:
+            return self.asked and self.is_http
         if event is ACCEPT:
             return self.asked and not self.is_http
         if event is BEGIN or (event is FINISH and self.is_http):
@@ -153,9 +158,12 @@ class World:
         elif self.asked or self.is_wanted:
             wakes = WAKE if self.asked else INTERRUPT
             assert actions == {wakes}, "the server's task goes on once the call has ended"
-        return replace(self, ended=True)
+        return replace(self, ended=True, listening=False)
 
     def _late(self, actions: frozenset[Action]) -> World:
+        if self.listening:
+            assert actions == {CANCEL}, "code that was told has a deadline"
+            return self._told()
         is_cut = (
             self.is_wanted
             and not self.finished
@@ -175,6 +183,13 @@ class World:
         assert actions == {CANCEL if self.is_http else TELL}, "user code is told"
         return replace(self._told(), gone=True)
 
+    def _part(self, actions: frozenset[Action]) -> World:
+        if not self.is_wanted or self.finished or self.ended:
+            assert not actions, "as without a listener"
+            return self
+        assert actions == {TELL}, "user code ends by itself"
+        return replace(self, gone=True, listening=True)
+
     def _heard(self, actions: frozenset[Action]) -> World:
         assert not actions, "user code knows"
         if not (self.is_http and self.is_wanted):
@@ -182,6 +197,9 @@ class World:
         return replace(self._told(), gone=True)
 
     def _unsent(self, actions: frozenset[Action]) -> World:
+        if self.listening:
+            assert actions == {CANCEL}, "the server's task leaves, and nothing sends what comes"
+            return self._told()
         if not self.is_wanted:
             assert not actions, "it is known"
             return self
@@ -189,6 +207,9 @@ class World:
         return replace(self._told(), gone=True)
 
     def _break(self, actions: frozenset[Action]) -> World:
+        if self.listening:
+            assert actions == {CANCEL}, "the server cancels it"
+            return replace(self._told(), broken=True)
         if self.gone:
             assert not actions, "the call was cancelled before"
             return self
@@ -218,7 +239,7 @@ class World:
     def _told(self) -> World:
         told = self.told + (not self.ended)
         assert told <= 1, "user code is told once"
-        return replace(self, told=told)
+        return replace(self, told=told, listening=False)
 
 
 Found = tuple[ReplyState, World]

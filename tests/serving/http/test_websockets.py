@@ -20,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 
 import ingress as serve
 from ingress.serving.http.asgi_messages import WEBSOCKET_BYTES, WEBSOCKET_MESSAGES
-from ingress.serving.http.websocket import HEARING_S
+from ingress.serving.http.reply import HEARING_S
 from ingress.testing import Latch
 from tests.programs import UVICORN, environment, process, write_module
 from tests.servers import PATIENCE_S, bind, ongoing, served, steady, uvicorn_in_a_thread, wait_until
