@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from threading import Thread
 from typing import Any, TypeVar, overload
@@ -135,25 +136,29 @@ class ConsumerOf:
 class AdapterConsumer:
     """A consumer that an adapter of a broker, or of the user's own, runs in its own threads."""
 
-    __slots__ = ("_adapter", "_has_begun", "_stopping", "counts", "ended", "queue")
+    __slots__ = ("_adapter", "_has_begun", "_stopping", "ended", "queue")
 
     def __init__(self, queue: str, adapter: TaskProcessorAdapter) -> None:
         self.queue, self._adapter = queue, adapter
         self._has_begun = False
         self._stopping: Thread | None = None
-        self.counts: dict[str, float] = {}
         self.ended: dict[str, int] = {}
 
     def begin(self) -> None:
         self._has_begun = True
         self._adapter.start_consumer()
 
+    @property
+    def counts(self) -> dict[str, float]:
+        return {"waiting": self.waiting()}
+
     def waiting(self) -> int:
         return self._adapter.waiting()
 
-    def pause(self) -> None:
+    def pause(self, timeout_s: float) -> None:
         if self._has_begun and self._stopping is None:  # it stops and waits at once
-            self._stopping = Thread(target=self._adapter.stop_consumer, name="ingress-jobs-stop")
+            stop = partial(self._adapter.stop_consumer, timeout_s)
+            self._stopping = Thread(target=stop, name="ingress-jobs-stop")
             self._stopping.start()
 
     def ask(self, action: str, **arguments: Any) -> Any:
@@ -163,7 +168,7 @@ class AdapterConsumer:
         )
 
     def close(self, timeout_s: float) -> None:
-        self.pause()
+        self.pause(timeout_s)
         if self._stopping is not None:
             self._stopping.join(timeout_s)
 

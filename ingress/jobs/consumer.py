@@ -76,7 +76,7 @@ class Consumer:
         self._is_stopping = False
         self._home: EventLoopThread | None = None
         self._looking: asyncio.Task[None] | None = None
-        self.counts: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
         self.ended: dict[str, int] = {}
 
     # Any thread.
@@ -85,6 +85,10 @@ class Consumer:
         """Begin to take jobs."""
         home = self._home = EventLoopThread(f"ingress-jobs-{self.queue}")
         home.mailbox.post(self._begin, home.loop)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        return self._counts
 
     def waiting(self) -> int:
         """Return the number of jobs that wait for a slot, for autoscaling."""
@@ -108,14 +112,15 @@ class Consumer:
                 return store.write(table.purge, *given).result()
         raise ValueError(f"action must be list, cancel, retry or purge, got {action!r}")
 
-    def pause(self) -> None:
-        """Take no more jobs: the deployment drains. Those that run go on."""
+    def pause(self, timeout_s: float) -> None:
+        """Take no more jobs: the deployment drains. Those that run go on until that has ended."""
+        del timeout_s
         self._is_stopping = True
         self._wake()
 
     def close(self, timeout_s: float) -> None:
         """Hand the jobs back that have not ended, and end the thread. Blocks."""
-        self.pause()
+        self.pause(timeout_s)
         if (home := self._home) is not None:
             with suppress(TimeoutError):
                 closing = asyncio.run_coroutine_threadsafe(self._close(timeout_s), home.loop)
@@ -176,7 +181,7 @@ class Consumer:
                     "jobs of the queue %r whose process died run again: %d", self.queue, found
                 )
         await asyncio.wrap_future(store.write(table.expire))
-        self.counts = await asyncio.wrap_future(store.read(table.counts, self.queue))
+        self._counts = await asyncio.wrap_future(store.read(table.counts, self.queue))
 
     async def _look(self, loop: asyncio.AbstractEventLoop) -> float:
         """Begin the jobs that there are slots for. Returns the seconds until the next look."""

@@ -210,7 +210,7 @@ class RayReplica:
             self._router.refuse(f"{self._deployment} is unavailable because it was stopped.")
             self._model_ids.stop()
             if (consumer := self.__dict__.get("_consumer")) is not None:
-                consumer.pause()
+                consumer.pause(self._spec.stop_timeout_s)
             if "_metrics" in self.__dict__:  # it started
                 self._metrics.stop()
             await replica.stop(self._spec.stop_timeout_s)

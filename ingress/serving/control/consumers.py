@@ -24,8 +24,10 @@ class Consumer(Protocol):
     """
 
     queue: str
-    counts: dict[str, float]
     ended: dict[str, int]
+
+    @property
+    def counts(self) -> dict[str, float]: ...
 
     def begin(self) -> None:
         """Begin to take jobs."""
@@ -33,8 +35,8 @@ class Consumer(Protocol):
     def waiting(self) -> int:
         """Return the number of jobs that wait for a slot."""
 
-    def pause(self) -> None:
-        """Take no more jobs."""
+    def pause(self, timeout_s: float) -> None:
+        """Take no more jobs; those that run have `timeout_s`."""
 
     def ask(self, action: str, **arguments: Any) -> Any:
         """Return the jobs, or change them: for `ingress jobs`. Blocks. Raises `ValueError`."""

@@ -131,7 +131,7 @@ class Controller:
         for name, deployment in running.deployments.items():
             before, deployment.consumer = deployment.consumer, running.consumers.get(name)
             if before is not None:  # of the version before: its jobs that run go on
-                before.pause()
+                before.pause(deployment.config.graceful_shutdown_timeout_s)
                 self._reconciler.spawn(_closed(before, deployment.config))
             if deployment.consumer is not None:
                 deployment.consumer.begin()
@@ -290,10 +290,11 @@ class Controller:
         for deployment in deployments:
             deployment.is_ending = True
             deployment.desire()
-            if deployment.consumer is not None:
-                deployment.consumer.pause()
         if timeout_s is None:
             timeout_s = running.graceful_shutdown_timeout_s
+        for deployment in deployments:
+            if deployment.consumer is not None:
+                deployment.consumer.pause(timeout_s)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if running.ingress in deployments:
