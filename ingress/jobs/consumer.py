@@ -157,8 +157,10 @@ class Consumer:
                 if not self._store.owner:
                     await asyncio.wrap_future(self._store.write(self._store.own))
                 if loop.time() >= tick_at:
+                    began = loop.time()
                     await self._tick()
-                    tick_at = loop.time() + TICK_S
+                    # Counting a long queue takes time, which its jobs are to have.
+                    tick_at = loop.time() + max(TICK_S, 20 * (loop.time() - began))
                 pause_s = await self._look(loop)
                 has_failed = False
             except TaskQueueError as error:

@@ -103,10 +103,10 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
         self._found(task_id, await asyncio.wrap_future(self._cancel(task_id)))
 
     def get_metrics_sync(self) -> dict[str, Any]:
-        return self._opened.read(table.counts, self._config.queue_name).result()
+        return self._opened.read(table.counts, self._config.queue_name, tuple(State)).result()
 
     async def get_metrics_async(self) -> dict[str, Any]:
-        found = self._opened.read(table.counts, self._config.queue_name)
+        found = self._opened.read(table.counts, self._config.queue_name, tuple(State))
         return await asyncio.wrap_future(found)
 
     def health_check_sync(self) -> list[dict[str, Any]]:

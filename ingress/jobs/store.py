@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ingress.exceptions import TaskQueueError
 from ingress.jobs import table
+from ingress.telemetry.logs import logger
 
 try:
     import fcntl
@@ -171,8 +172,12 @@ class Store:
     # The store's thread.
 
     def _run(self) -> None:
-        while self._serve():
-            pass
+        is_used = True
+        while is_used:
+            try:
+                is_used = self._serve()
+            except Exception:  # of a watcher: nobody would answer what comes next
+                logger.exception("the job store %s failed", self.path)
 
     def _serve(self) -> bool:
         """Answer all that waits. Returns False once it has been idle, and everything is closed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-ENDED = (State.DONE, State.DEAD, State.UNREADABLE, State.CANCELLED)
+NOT_OVER = (State.WAITING, State.RUNNING, State.DEAD, State.UNREADABLE)
 
 
 class Job(NamedTuple):
@@ -240,13 +240,19 @@ def owners(db: sqlite3.Connection, now: float, queue: str) -> list[int]:
     return [owner for (owner,) in db.execute(found, (queue,))]
 
 
-def counts(db: sqlite3.Connection, now: float, queue: str) -> dict[str, Any]:
-    """Return the number of jobs by state, and more of those that wait.
+def counts(
+    db: sqlite3.Connection, now: float, queue: str, states: Sequence[str] = NOT_OVER
+) -> dict[str, Any]:
+    """Return the number of jobs in these states, and more of those that wait.
 
-    `retrying` have been tried, `due` may begin now, `oldest_s` is the longest wait of those.
+    `retrying` have been tried, `due` may begin now, `oldest_s` is the longest wait of those. The
+    states that a job ends in well are left out by default: they may have millions.
     """
-    found = "select state, count(*) from job where queue = ? group by state"
-    by_state: dict[str, float] = dict.fromkeys(State, 0) | dict(db.execute(found, (queue,)))
+    found = (
+        "select state, count(*) from job "
+        f"where queue = ? and state in ({', '.join('?' * len(states))}) group by state"
+    )
+    by_state: dict[str, Any] = dict.fromkeys(states, 0) | dict(db.execute(found, (queue, *states)))
     retried, due, oldest = db.execute(
         "select count(*) filter (where tries > 0), count(*) filter (where due <= ?1), min(due) "
         "from job where queue = ?2 and state = 'waiting'",
@@ -298,8 +304,10 @@ def purge(db: sqlite3.Connection, now: float, queue: str, id: str | None, state:
 
 
 def expire(db: sqlite3.Connection, now: float) -> int:
-    """Delete the jobs whose results were kept long enough."""
-    return db.execute("delete from job where expires <= ?", (now,)).rowcount
+    """Delete jobs whose results were kept long enough, some at a time."""
+    return db.execute(
+        "delete from job where seq in (select seq from job where expires <= ? limit 1000)", (now,)
+    ).rowcount
 
 
 def _where(queue: str, id: str | None, state: str | None) -> tuple[str, tuple[str, ...]]:
