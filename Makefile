@@ -91,7 +91,7 @@ check: .venv/.dev ## Lint, format, types and floors
 	@$(BIN)/lint-imports
 
 test-reliability: .venv/.test ## What is promised, 100 times: an hour; makes docs/reliability.md
-	@$(BIN)/python -m tests.job_kills 20000 100
+	@$(BIN)/python -m tests.reliability.job_kills 20000 100
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
 test-processes: .venv/.test ## Replicas in child processes: all scenarios, 1,000 kills under load, attacks; half an hour

@@ -62,7 +62,7 @@ class Worker:
     async def pages(self, number: int) -> AsyncIterator[int]:
         for page in range(number):
             yield page
-        await asyncio.sleep(3600)
+        await asyncio.Event().wait()
 
     @task_handler
     async def fail(self, number: int) -> None:

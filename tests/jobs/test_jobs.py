@@ -312,7 +312,7 @@ def test_jobs_take_slots_and_a_deployment_without_replicas_wakes_for_them(jobs: 
         async def work(self) -> None:
             running.append(1)
             at_once.append(len(running))
-            await asyncio.sleep(0.001)
+            await asyncio.to_thread(int)
             running.pop()
 
     scaling = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 0.0}

@@ -343,7 +343,8 @@ class RemoteCode:
 
         if has_more or not is_http:
             feed()
-        call.work.note_stream(ends_with_client=True)  # unless the child says that it listens
+        if is_http:
+            call.work.note_stream(ends_with_client=True)  # unless the child says that it listens
         work.listen = listen
         try:
             while messages := await work.take():  # at the client's pace

@@ -21,6 +21,9 @@ from ingress.exceptions import (
     RequestTimeoutError,
     StreamClosedError,
     SyncMethodOnEventLoopWarning,
+    TaskNotFoundError,
+    TaskPayloadError,
+    TaskQueueError,
     UnknownMethodError,
     UnreadableError,
     UserCodeExit,
@@ -40,6 +43,9 @@ STATUS_CODES = {
     UnknownMethodError: 500,
     UnreadableError: 500,
     UserCodeExit: 500,
+    TaskNotFoundError: 404,
+    TaskPayloadError: 413,
+    TaskQueueError: 503,
 }
 CLASSES = [cls for _, cls in inspect.getmembers(exceptions, inspect.isclass)]
 ERRORS = [cls for cls in CLASSES if issubclass(cls, RayServeException)]

@@ -1,6 +1,6 @@
 """Jobs enqueued by 8 clients while their servers are killed: each ends at least once.
 
-    python -m tests.job_kills 20000 100 [SEED]       prints what was lost, and what ran twice
+    python -m tests.reliability.job_kills 20000 100 [SEED]    prints what was lost or ran twice
 
 Two servers share one file of jobs. At random moments one is killed with SIGKILL, and started again.
 A client repeats an enqueue that was not answered with 202, with the same idempotency key.
