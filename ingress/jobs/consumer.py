@@ -307,5 +307,5 @@ class Consumer:
 
 
 def _line(error: BaseException) -> str:
-    """Return an error as one line."""
-    return " ".join("".join(traceback.format_exception_only(error)).split())[:2000]
+    """Return an error as one line, without the notes on it."""
+    return " ".join(traceback.format_exception_only(error)[0].split())[:2000]
