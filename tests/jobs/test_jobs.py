@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 import ingress as serve
 from ingress.exceptions import TaskNotFoundError, TaskPayloadError
+from ingress.jobs import store
 from ingress.schema import (
     CeleryAdapterConfig,
     DeploymentStatusOverview,
@@ -537,8 +538,9 @@ def test_what_is_no_json_and_what_is_not_there(jobs: Jobs) -> None:
 
 
 @pytest.fixture(autouse=True)
-def stores_end() -> Iterator[None]:
+def stores_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Wait for the threads of stores that nobody uses any more."""
+    monkeypatch.setattr(store, "IDLE_S", 0.02)
     yield
     serve.shutdown()
     wait_until(lambda: not any("jobs" in each.name for each in threading.enumerate()))

@@ -25,7 +25,8 @@ LIMITS = Limits(60.0, 3, None, None)
 
 
 @pytest.fixture(autouse=True)
-def stores_end() -> Iterator[None]:
+def stores_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(store, "IDLE_S", 0.02)
     yield
     wait_until(lambda: not any("jobs-store" in each.name for each in threading.enumerate()))
 
