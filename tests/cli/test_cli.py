@@ -447,6 +447,22 @@ class Plain:
     def __call__(self): return "x"
 
 plain = Pure(Plain.bind())
+
+class Itself(Pure):
+    __slots__ = ("call",)
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.call = self.run
+    async def run(self, scope, receive, send): await self.inner(scope, receive, send)
+    async def __call__(self, scope, receive, send): await self.call(scope, receive, send)
+
+itself = Itself(bound)
+"""
+
+TWICE = """
+applications:
+  - {name: one, route_prefix: /one, import_path: "app:wrapped"}
+  - {name: two, route_prefix: /two, import_path: "app:bound"}
 """
 
 
@@ -465,8 +481,21 @@ def test_an_application_that_middleware_is_around_is_served_with_it(tmp_path: Pa
         assert "x-path" not in preflight.headers
 
 
-def test_middleware_around_a_deployment_without_an_app_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["app:plain", "app:itself"])
+def test_middleware_that_cannot_be_a_layer_of_an_app_is_refused(
+    tmp_path: Path, target: str
+) -> None:
     write_module(tmp_path, "app", WRAPPED)
     assert "give the middleware to the FastAPI app" in told(
-        invoke(tmp_path, "explain", "app:plain")
+        run_ingress(tmp_path, "explain", target)
     )
+
+
+def test_middleware_around_one_application_is_not_around_another_of_its_app(
+    tmp_path: Path,
+) -> None:
+    write_module(tmp_path, "app", WRAPPED)
+    (tmp_path / "serve.yaml").write_text(TWICE)
+    ran = run_ingress(tmp_path, "explain", "serve.yaml")
+    assert ran.returncode
+    assert "named twice, with different middleware around it" in " ".join(told(ran).split())

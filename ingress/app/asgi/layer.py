@@ -8,6 +8,7 @@ with `app.add_middleware`.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,6 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ingress.core.base.foreign import dict_of, sharing, slots_of
 
 _DEPTH = 20
+_DISPATCH = "dispatch_func"  # of `BaseHTTPMiddleware`, which gives it what to call next
+
+
+def attributes_of(found: object) -> dict[str, object]:
+    """Return the attributes of an object, those in slots too."""
+    return {**dict_of(found), **{slot.__name__: each for slot, each in slots_of(found)}}
 
 
 class Layer:
@@ -30,9 +37,15 @@ class Layer:
 def layers_around(found: object, kind: type, depth: int = _DEPTH) -> list[tuple[object, str]]:
     """Return the objects around the one of a kind, the outermost first, with their attributes.
 
-    The list is empty if there is none, or more than one. No code of the objects runs.
+    The list is empty if there is none, or more than one, or one that keeps a method of itself: a
+    copy would call the original by it. No code of the objects runs.
     """
-    own = {**dict_of(found), **{slot.__name__: each for slot, each in slots_of(found)}}
+    own = attributes_of(found)
+    if any(
+        isinstance(each, MethodType) and each.__self__ is found and name != _DISPATCH
+        for name, each in own.items()
+    ):
+        return []
     ways = []
     for name, each in own.items():
         if isinstance(each, kind):

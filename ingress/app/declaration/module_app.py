@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import isfunction
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 
 from ingress.app.asgi import users_app_of
-from ingress.app.asgi.layer import Layer, layers_around
+from ingress.app.asgi.layer import Layer, attributes_of, layers_around
 from ingress.app.declaration.declaration import Application, Deployment
-from ingress.core.base.foreign import dict_of, slots_of
 from ingress.core.base.signatures import signature_of
 
 
@@ -74,8 +74,8 @@ def load(
                 "application; end it with return Name.bind(...)"
             )
     if isinstance(found, Application):
-        return found
-    if (within := _within(found)) is not None:
+        return _noted(found, (), target)
+    if (within := _within(found, target)) is not None:
         return within
     if isinstance(found, Deployment):
         raise NotAnApplication(f"{target!r} is a deployment; bind it: app = {found.name}.bind(...)")
@@ -84,7 +84,25 @@ def load(
     raise NotAnApplication(f"{target!r} is {kind}, not a bound application; {hint}")
 
 
-def _within(found: object) -> Application | None:
+_around: WeakKeyDictionary[Starlette, list[object]] = WeakKeyDictionary()
+"""The layers with which the app of each application was named, the outermost first."""
+
+
+def _noted(application: Application, layers: Sequence[object], target: str) -> Application:
+    """Note the layers of an application's app. Raises `NotAnApplication` if it has others."""
+    app = users_app_of(application.deployment.func_or_class)
+    if isinstance(app, Starlette):
+        known = _around.setdefault(app, list(layers))
+        if len(known) != len(layers) or any(a is not b for a, b in zip(known, layers, strict=True)):
+            raise NotAnApplication(
+                f"the FastAPI app of {target!r} is named twice, with different middleware around "
+                "it, which would belong to both; give each its own app and class, or add the "
+                "middleware to the app: app.add_middleware(...)"
+            )
+    return application
+
+
+def _within(found: object, target: str) -> Application | None:
     """Return the application that middleware stands around, which its FastAPI app gets instead.
 
     `None` if there is none, or several, or a deployment without an app.
@@ -92,17 +110,15 @@ def _within(found: object) -> Application | None:
     if isinstance(found, Starlette) or not (layers := layers_around(found, Application)):
         return None
     innermost, attribute = layers[-1]
-    values = {**dict_of(innermost), **{slot.__name__: each for slot, each in slots_of(innermost)}}
-    application = values[attribute]
+    application = attributes_of(innermost)[attribute]
     assert isinstance(application, Application)
     app = users_app_of(application.deployment.func_or_class)
     if not isinstance(app, Starlette):
         return None
-    added: list[Any] = app.user_middleware
-    known = [each.kwargs["around"] for each in added if each.cls is Layer]
-    for layer, name in reversed(layers):  # each that is added is outside of those before
-        if not any(each is layer for each in known):  # loaded before in this process
-            app.add_middleware(Layer, around=layer, attribute=name)
+    is_new = app not in _around
+    _noted(application, [layer for layer, _ in layers], target)
+    for layer, name in reversed(layers) if is_new else ():  # each that is added is outside
+        app.add_middleware(Layer, around=layer, attribute=name)
     return application
 
 
@@ -112,10 +128,11 @@ def _way_to_serve(found: Any, target: str, bound: list[str], *, is_factory: bool
     if type(found).__module__.partition(".")[0] == "ray":
         return "it is one of Ray Serve; `ingress migrate FILE --write` rewrites its imports"
     if bound and callable(found) and not isinstance(found, type):
-        if layers_around(found, Application):
+        inside = attributes_of(found).values()
+        if layers_around(found, Application) or any(isinstance(it, Application) for it in inside):
             middleware = f"app.add_middleware({type(found).__name__}, ...)"
             return (
-                "what is around an application without a FastAPI app is not served: give the "
+                "what is around this application is not served: give the "
                 f"middleware to the FastAPI app, {middleware}, and name the application, such as "
                 f"{module_name}:{bound[0]}; or serve both by uvicorn {target}"
             )
