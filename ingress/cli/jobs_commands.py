@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from time import time
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from ingress.cli.control_commands import Name, Pid, ask_server, chosen
 from ingress.cli.target import AsJSON, refusal
 from ingress.cli.terminal import console, print_json, tamed
+from ingress.core.base.types import JobState as State
 
 jobs = typer.Typer(
     name="jobs",
@@ -20,17 +20,6 @@ jobs = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-
-
-class State(StrEnum):
-    """The states of a job."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-    DEAD = "dead"
-    UNREADABLE = "unreadable"
-    CANCELLED = "cancelled"
 
 
 Id = Annotated[str, typer.Argument(help="The id of a job.", show_default=False)]

@@ -17,7 +17,15 @@ from ingress.app.declaration.names import TASK
 from ingress.core.base.foreign import advisory
 from ingress.core.base.types import RequestMetadata, new_request_id
 from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, NO_WORK, Call
+from ingress.core.calls.loops import Wakeup
 from ingress.core.execution.execution import Kind, kind
+from ingress.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+    RequestTimeoutError,
+)
 from ingress.handle import DeploymentHandle
 from ingress.jobs.payload import Read, UnreadableArgumentsError, reader_of
 
@@ -99,9 +107,9 @@ class JobCalls:
 
 async def code_has_ended(response: Any) -> None:
     """Wait until no code of a call runs: a `def` runs on after its call was cancelled."""
-    call, loop, over = response._call, asyncio.get_running_loop(), asyncio.Event()
+    call, over = response._call, Wakeup(asyncio.get_running_loop())
     if (runner := call.runner) is not None:
-        runner.when_ended(call, lambda: loop.call_soon_threadsafe(over.set))
+        runner.when_ended(call, over.wake)
         await over.wait()
 
 
@@ -118,6 +126,20 @@ def code_end(response: Any) -> threading.Event:
 def has_begun(response: Any) -> bool:
     """Return whether a replica has begun the call."""
     return bool(response._call.began_at)
+
+
+def is_handed_back(error: Exception, response: Any, *, is_stopping: bool) -> bool:
+    """Return whether the error of a call says nothing about its job, which runs again.
+
+    `response` is `None` if there was no call.
+    """
+    if isinstance(error, RequestCancelledError):
+        return is_stopping and not isinstance(error, RequestTimeoutError)
+    if isinstance(error, ReplicaUnavailableError):
+        return not error.has_died
+    if not isinstance(error, BackPressureError | DeploymentUnavailableError):
+        return False
+    return is_stopping or response is None or not has_begun(response)
 
 
 def current_trace() -> str | None:

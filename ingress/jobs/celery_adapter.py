@@ -41,13 +41,11 @@ from ingress.core.execution.execution import kind
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
-    ReplicaUnavailableError,
     RequestCancelledError,
-    RequestTimeoutError,
     TaskPayloadError,
     TaskQueueError,
 )
-from ingress.jobs.calls import JobFunction, code_end, current_trace, has_begun
+from ingress.jobs.calls import JobFunction, code_end, current_trace, has_begun, is_handed_back
 from ingress.jobs.consumer import BACKOFF, BUSY_S, DEFAULT_RETRIES, REFUSED_S, TICK_S
 from ingress.jobs.payload import UnreadableArgumentsError, dumped
 from ingress.telemetry.logs import logger
@@ -479,7 +477,9 @@ class CeleryConsumer:
             job.error = error
             if self._is_cancelled(job, error):
                 self.app.backend.mark_as_revoked(job.id, "cancelled", request=job.task.request)
-            elif self._is_handed_back(job, error):
+            elif is_handed_back(error, job.response, is_stopping=self._stopping.is_set()):
+                if isinstance(error, BackPressureError | DeploymentUnavailableError):
+                    self._stopping.wait(REFUSED_S)
                 job.is_handed_back = True
                 self.app.backend.store_result(job.id, None, "PENDING")
             else:
@@ -509,19 +509,6 @@ class CeleryConsumer:
         while not over.wait(REFUSED_S) and not self._stopping.is_set():
             pass  # a second attempt beside the first would be two at once
         return job.is_cancelled
-
-    def _is_handed_back(self, job: _Job, error: Exception) -> bool:
-        """Return whether an error says nothing about the job: it runs again."""
-        if isinstance(error, RequestCancelledError):
-            return self._stopping.is_set() and not isinstance(error, RequestTimeoutError)
-        if isinstance(error, ReplicaUnavailableError):
-            return not error.has_died
-        if not isinstance(error, BackPressureError | DeploymentUnavailableError):
-            return False
-        if job.response is not None and has_begun(job.response) and not self._stopping.is_set():
-            return False
-        self._stopping.wait(REFUSED_S)
-        return True
 
     def jsonable(self, value: object, what: str) -> Any:
         """Return a value as JSON has it. Raises `TaskPayloadError`."""

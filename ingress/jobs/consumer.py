@@ -18,21 +18,21 @@ from contextlib import suppress
 from typing import Any
 
 from ingress.core.base.task_models import SQLiteAdapterConfig, TaskProcessorConfig
-from ingress.core.calls.loops import EventLoopThread
+from ingress.core.base.types import JobState as State
+from ingress.core.calls.loops import EventLoopThread, run_blocking
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
     ReplicaUnavailableError,
     RequestCancelledError,
-    RequestTimeoutError,
     TaskPayloadError,
     TaskQueueError,
 )
 from ingress.jobs import table
-from ingress.jobs.calls import JobCalls, code_has_ended, has_begun
+from ingress.jobs.calls import JobCalls, code_has_ended, has_begun, is_handed_back
 from ingress.jobs.payload import UnreadableArgumentsError, dumped
 from ingress.jobs.store import Store
-from ingress.jobs.table import Job, Limits, Outcome, State
+from ingress.jobs.table import Job, Limits, Outcome
 from ingress.telemetry.logs import logger
 
 DEFAULT_RETRIES = 3
@@ -123,8 +123,7 @@ class Consumer:
         self.pause(timeout_s)
         if (home := self._home) is not None:
             with suppress(TimeoutError):
-                closing = asyncio.run_coroutine_threadsafe(self._close(timeout_s), home.loop)
-                closing.result(timeout_s + 1.0)
+                run_blocking(home.loop, self._close(timeout_s), timeout_s + 1.0)
             self._store.unwatch(self)
             home.stop(1.0)
 
@@ -170,7 +169,8 @@ class Consumer:
             except Exception:  # one mistake must not end the queue
                 logger.exception("the consumer of the queue %r failed", self.queue)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), min(pause_s, TICK_S))
+                async with asyncio.timeout(min(pause_s, TICK_S)):
+                    await self._woken.wait()
 
     async def _tick(self) -> None:
         store = self._store
@@ -268,18 +268,13 @@ class Consumer:
                 await code_has_ended(response)
             if job.seq in self._cancelled:
                 return Outcome(State.CANCELLED)
-            if self._is_stopping and not isinstance(error, RequestTimeoutError):
-                return HANDED_BACK
-            return self._failed(job, error)
+        if is_handed_back(error, response, is_stopping=self._is_stopping):
+            is_refused = isinstance(error, BackPressureError | DeploymentUnavailableError)
+            return HANDED_BACK._replace(delay_s=REFUSED_S if is_refused else 0.0)
         if isinstance(error, ReplicaUnavailableError):
-            if not error.has_died:
-                return HANDED_BACK
             is_last = job.crashes + 1 >= self._limits.max_crashes
             state = State.DEAD if is_last else State.WAITING
             return Outcome(state, error=_line(error), crashed=True)
-        refused = isinstance(error, BackPressureError | DeploymentUnavailableError)
-        if refused and (self._is_stopping or response is None or not has_begun(response)):
-            return HANDED_BACK._replace(delay_s=REFUSED_S)
         return self._failed(job, error)
 
     def _failed(self, job: Job, error: Exception) -> Outcome:

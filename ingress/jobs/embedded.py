@@ -17,13 +17,14 @@ from ingress.core.base.task_models import (
     TaskProcessorConfig,
     TaskResult,
 )
+from ingress.core.base.types import JobState as State
 from ingress.exceptions import TaskNotFoundError
 from ingress.jobs import table
 from ingress.jobs.calls import JobCalls, current_trace
 from ingress.jobs.consumer import Consumer
 from ingress.jobs.payload import dumped, loaded
 from ingress.jobs.store import Store, use_store
-from ingress.jobs.table import Job, NewJob, State
+from ingress.jobs.table import Job, NewJob
 
 OPTIONS = ("countdown", "eta", "task_id", "idempotency_key")
 STATUS = {

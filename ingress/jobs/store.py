@@ -101,20 +101,11 @@ class Store:
         return f"Store({str(self.path)!r})"
 
     def open(self) -> None:
-        """Open the file, unless it is. Raises `ValueError` with the fix."""
-        with self._starting:
-            self._open()
-
-    def _open(self) -> None:
-        if self._thread is not None:
-            return
-        self._db = _opened(self.path)
-        self._which = _which(self.path)
-        self._locks = os.open(f"{self.path}-owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        (last,) = self._db.execute("select max(updated) from job").fetchone()
-        self._clock, self._version, self.owner = Clock(last or 0.0), -1, 0
-        self._thread = threading.Thread(target=self._run, name="ingress-jobs-store", daemon=True)
-        self._thread.start()
+        """Open the file, unless it is, and wait for that. Raises `ValueError` with the fix."""
+        try:
+            self.read(lambda db, now: None).result()
+        except TaskQueueError as error:
+            raise ValueError(str(error)) from None
 
     def read(self, operation: Callable[..., T], *args: Any) -> Future[T]:
         """Read the table. The answer may raise `TaskQueueError`."""
@@ -138,16 +129,12 @@ class Store:
         # Race with the thread, which ends when it is idle: it looks into the inbox under this lock.
         with self._starting:
             self._inbox.put(_Request(run, answer, writes, is_durable))
-            try:
-                self._open()
-            except ValueError as error:  # it was there when the adapter was made
-                self._answer_all_with(TaskQueueError(str(error)))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="ingress-jobs-store", daemon=True
+                )
+                self._thread.start()
         return answer
-
-    def _answer_all_with(self, error: TaskQueueError) -> None:
-        with suppress(Empty):
-            while True:
-                self._inbox.get_nowait().answer.set_exception(error)
 
     def watch(self, key: object, wake: Callable[[], None]) -> None:
         """Call `wake`, in the store's thread, whenever there may be something new."""
@@ -172,12 +159,32 @@ class Store:
     # The store's thread.
 
     def _run(self) -> None:
+        try:
+            self._open()
+        except (ValueError, OSError, sqlite3.Error) as error:
+            self._refuse(TaskQueueError(str(error)))
+            return
         is_used = True
         while is_used:
             try:
                 is_used = self._serve()
             except Exception:  # of a watcher: nobody would answer what comes next
                 logger.exception("the job store %s failed", self.path)
+
+    def _open(self) -> None:
+        # In this thread: no event loop waits for the disk.
+        self._db = _opened(self.path)
+        self._which = _which(self.path)
+        self._locks = os.open(f"{self.path}-owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        (last,) = self._db.execute("select max(updated) from job").fetchone()
+        self._clock, self._version, self.owner = Clock(last or 0.0), -1, 0
+
+    def _refuse(self, error: TaskQueueError) -> None:
+        """End the thread, and answer all that waits for it."""
+        with self._starting, suppress(Empty):
+            self._thread = None
+            while True:
+                self._inbox.get_nowait().answer.set_exception(error)
 
     def _serve(self) -> bool:
         """Answer all that waits. Returns False once it has been idle, and everything is closed."""

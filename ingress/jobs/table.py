@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from typing import Any, NamedTuple
+
+from ingress.core.base.types import JobState as State
 
 VERSION = 1
 APPLICATION_ID = 0x696E6A6F  # "injo", in the header of the file
@@ -35,17 +36,6 @@ create table owner (id integer primary key autoincrement);
 pragma application_id = {APPLICATION_ID};
 pragma user_version = {VERSION};
 """
-
-
-class State(StrEnum):
-    """The states of a job; the words that commands and metrics show."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-    DEAD = "dead"
-    UNREADABLE = "unreadable"
-    CANCELLED = "cancelled"
 
 
 NOT_OVER = (State.WAITING, State.RUNNING, State.DEAD, State.UNREADABLE)

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from ingress.core.base.types import JobState as State
 from ingress.exceptions import TaskQueueError
 from ingress.jobs import store, table
 from ingress.jobs.store import Clock, Store, use_store
-from ingress.jobs.table import Job, Limits, NewJob, Outcome, State
+from ingress.jobs.table import Job, Limits, NewJob, Outcome
 from tests.servers import run_python, wait_until
 
 LIMITS = Limits(60.0, 3, None, None)

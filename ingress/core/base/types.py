@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from random import getrandbits
 from typing import NamedTuple
 
@@ -71,6 +72,17 @@ class RequestMetadata(NamedTuple):
     deadline: float | None = None
     session_id: str = ""
     priority: int = 0
+
+
+class JobState(StrEnum):
+    """The states of a job; the words that commands and metrics show."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    DEAD = "dead"
+    UNREADABLE = "unreadable"
+    CANCELLED = "cancelled"
 
 
 PRIORITIES = {"high": 1, "normal": 0, "low": -1}
