@@ -57,8 +57,10 @@ class Plain:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._process.stdout.close()
 
     def ask(self, seed: int) -> None:
         assert self._process.stdin is not None
