@@ -21,7 +21,7 @@ from ingress.api import RunTarget
 from ingress.app.declaration.declaration import Application
 from ingress.cli.target import Output, refusal
 from ingress.core.base import gil
-from ingress.core.base.settings import Settings
+from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings, environment
 from ingress.observe.inspection import explain
 from ingress.observe.inspection.budget import ThreadBudget
 from ingress.schema import ServeStatus
@@ -139,12 +139,22 @@ def print_plan(
             place = row.places[settings.run_sync_in_threadpool]
             callables.add_row(row.what, row.name, row.kind, place.where)
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
+    console.print(_about_sync(settings) + "\n", highlight=False, soft_wrap=True)
     if budget is None:  # each replica is a process with the CPUs that Ray gives it
         return
     summary = "\n".join(filter(None, (budget.summary, gil.told())))
     console.print(summary + "\n", highlight=False, soft_wrap=True)
     if budget.warning:
         console.print(Text.assemble(("Warning:", "yellow"), f" {budget.warning}\n"))
+
+
+def _about_sync(settings: Settings) -> str:
+    """Return the flag that decides where `def` methods run, and its source."""
+    in_threads = settings.run_sync_in_threadpool
+    source = "as set" if environment().get(SYNC_IN_THREADPOOL) else "the default; Ray 2.60 has 1"
+    where = "in threads" if in_threads else "on the event loop"
+    flag = f"{SYNC_IN_THREADPOOL}={int(in_threads)}, {source}"
+    return f"`def` methods that are no routes run {where}: {flag}"
 
 
 def ready_lines(targets: Sequence[RunTarget], server: str | None, where: str = "") -> str:

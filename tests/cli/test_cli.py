@@ -99,6 +99,7 @@ def test_run_says_where_a_plain_def_runs_by_the_flag(folder: Path, sync: str, wh
         run.wait_for("is ready")
 
         assert f"Plain.__call__  def      {where}" in run.output
+        assert f"RAY_SERVE_RUN_SYNC_IN_THREADPOOL={sync}, as set" in run.output
 
 
 MISTAKES = {

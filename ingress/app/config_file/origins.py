@@ -154,10 +154,12 @@ class _Look:
     def variable(self, name: str, value: object) -> Effective:
         """Return the value of a flag, which a variable may set."""
         where: Where = ("environment", name)
-        if name in self.variables:
-            return Effective(where, value, Origin.FILE, f"env_vars {name}")
-        if self.file.environ.get(name):
-            return Effective(where, value, Origin.ENVIRONMENT, name)
+        is_separate = name in (flags.USER_CODE_IN_SEPARATE_THREAD, flags.ROUTER_IN_SEPARATE_LOOP)
+        for each in (name, flags.THROUGHPUT_OPTIMIZED) if is_separate and value == 0 else (name,):
+            if each in self.variables:
+                return Effective(where, value, Origin.FILE, f"env_vars {each}")
+            if self.file.environ.get(each):
+                return Effective(where, value, Origin.ENVIRONMENT, each)
         return Effective(where, value, Origin.DEFAULT)
 
     def http(

@@ -6,6 +6,7 @@ engine reads the environment again.
     RAY_SERVE_RUN_SYNC_IN_THREADPOOL             0   `def` methods: 0 on the loop, 1 in a thread
     RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   1   one event loop thread per replica
     RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP        1   one event loop thread for waiting requests
+    RAY_SERVE_THROUGHPUT_OPTIMIZED               0   1: the default of the two above is 0
     RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S       0   deadline of an HTTP request in seconds; 0: none
     RAY_SERVE_HTTP_REQUEST_MAX_RETRIES          10   retries of a request that has not started
     RAY_SERVE_DEFAULT_HTTP_HOST          127.0.0.1   where `serve.run` listens
@@ -63,6 +64,7 @@ from pathlib import Path
 SYNC_IN_THREADPOOL = "RAY_SERVE_RUN_SYNC_IN_THREADPOOL"
 USER_CODE_IN_SEPARATE_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 ROUTER_IN_SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
+THROUGHPUT_OPTIMIZED = "RAY_SERVE_THROUGHPUT_OPTIMIZED"
 REQUEST_TIMEOUT_S = "RAY_SERVE_REQUEST_PROCESSING_TIMEOUT_S"
 STALL_THRESHOLD_MS = "INGRESS_STALL_THRESHOLD_MS"
 WEDGED_AFTER_S = "INGRESS_WEDGED_AFTER_S"
@@ -119,8 +121,6 @@ _KNOWN = frozenset(
 
 
 _INSTEAD: Mapping[str, str] = {
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": f"set {USER_CODE_IN_SEPARATE_THREAD}=0 and "
-    f"{ROUTER_IN_SEPARATE_LOOP}=0",
     "RAY_SERVE_HTTP_KEEP_ALIVE_TIMEOUT_S": "give HTTPOptions(keep_alive_timeout_s=...)",
 }
 """Variables of Ray Serve without effect, with what has one."""
@@ -199,10 +199,13 @@ class Settings:
         threshold_ms = _time(
             env, STALL_THRESHOLD_MS, "milliseconds", 100, off="to disable the watchdog"
         )
+        separate = not _flag(env, THROUGHPUT_OPTIMIZED, default=False)
         return cls(
             run_sync_in_threadpool=_flag(env, SYNC_IN_THREADPOOL, default=False),
-            run_user_code_in_separate_thread=_flag(env, USER_CODE_IN_SEPARATE_THREAD, default=True),
-            run_router_in_separate_loop=_flag(env, ROUTER_IN_SEPARATE_LOOP, default=True),
+            run_user_code_in_separate_thread=_flag(
+                env, USER_CODE_IN_SEPARATE_THREAD, default=separate
+            ),
+            run_router_in_separate_loop=_flag(env, ROUTER_IN_SEPARATE_LOOP, default=separate),
             request_timeout_s=_time(env, REQUEST_TIMEOUT_S, "seconds", 0, off="for no deadline"),
             max_retries=_count(env, MAX_RETRIES, default=10),
             stall_threshold_s=None if threshold_ms is None else threshold_ms / 1e3,

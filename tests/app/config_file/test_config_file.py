@@ -548,6 +548,7 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
         *("config", "serve.yaml", "--show-origin", "--json", "--port", "9000"),
         INGRESS_MAX_HEADER_BYTES="4096",
         INGRESS_FREEZE_GC="1",
+        RAY_SERVE_THROUGHPUT_OPTIMIZED="1",
         FROM_FILE="y",
     )
     assert result.returncode == 0, result.stderr
@@ -568,6 +569,8 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
     assert found["applications[1].deployments[0].num_replicas"] == (2, "code", "")
     variable = found["applications[0].runtime_env.env_vars.FROM_FILE"]
     assert variable == ("xy", "file", "serve.yaml:9:27")
+    of_mode = (0, "environment", "RAY_SERVE_THROUGHPUT_OPTIMIZED")
+    assert found["environment.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == of_mode
     # As in Ray, the file's variables replace those of the environment.
     assert found["environment.INGRESS_FREEZE_GC"] == (0, "file", "env_vars INGRESS_FREEZE_GC")
 

@@ -524,7 +524,7 @@ idle = Idle.bind()
 )
 def test_a_warning_is_said_once_at_the_users_line(tmp_path: Path, command: list[str]) -> None:
     write_module(tmp_path, "unused", UNUSED)
-    unused = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_KV_TIMEOUT_S": "5"}
+    unused = {"RAY_SERVE_HTTP_KEEP_ALIVE_TIMEOUT_S": "9", "RAY_SERVE_KV_TIMEOUT_S": "5"}
     misspelt = {"INGRESS_TRASE": "x", "RAY_SERVE_RUN_SYNC_IN_THREADPOL": "1"}
     environ = {**environment(tmp_path), **unused, **misspelt}
     with process([*INGRESS, *command], tmp_path, environ) as server:
@@ -541,10 +541,11 @@ def test_a_warning_is_said_once_at_the_users_line(tmp_path: Path, command: list[
     assert output.count("INGRESS_TRASE has no effect; did you mean INGRESS_TRACE?") == 1
     meant = "RAY_SERVE_RUN_SYNC_IN_THREADPOL has no effect; did you mean RAY_SERVE_RUN_SYNC_IN_T"
     assert output.count(meant) == 1
-    lines = [line for line in output.splitlines() if "THROUGHPUT_OPTIMIZED" in line]
+    lines = [line for line in output.splitlines() if "KEEP_ALIVE_TIMEOUT_S" in line]
     assert len(lines) == (command[0] == "run")
     for line in lines:
-        assert "the variables RAY_SERVE_KV_TIMEOUT_S, RAY_SERVE_THROUGHPUT_OPTIMIZED (set " in line
+        assert "RAY_SERVE_HTTP_KEEP_ALIVE_TIMEOUT_S (give " in line
+        assert ", RAY_SERVE_KV_TIMEOUT_S have " in line
         assert "have no effect in this process; on Ray, Ray Serve's own variables have one" in line
     blocking = f"{tmp_path}/unused.py:6: SyncMethodOnEventLoopWarning: RAY_SERVE_RUN_SYNC"
     assert output.count(blocking) == (command[0] == "run")

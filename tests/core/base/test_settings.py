@@ -23,6 +23,7 @@ from ingress.core.base.settings import (
     STALL_THRESHOLD_MS,
     START_METHOD,
     SYNC_IN_THREADPOOL,
+    THROUGHPUT_OPTIMIZED,
     TRACE_URL,
     USER_CODE_IN_SEPARATE_THREAD,
     HTTPLimits,
@@ -44,6 +45,17 @@ def test_a_flag_is_its_default_unless_set_to_0_or_1(name: str) -> None:
     values = [Settings.from_environment(env) for env in ({}, {name: "0"}, {name: "1"})]
 
     assert [getattr(settings, field) for settings in values] == [default, False, True]
+
+
+def test_rays_throughput_mode_is_the_default_of_the_two_separate_flags() -> None:
+    mode = Settings.from_environment({THROUGHPUT_OPTIMIZED: "1"})
+    given = {THROUGHPUT_OPTIMIZED: "1", USER_CODE_IN_SEPARATE_THREAD: "1"}
+    set_ = Settings.from_environment(given)
+
+    assert not mode.run_user_code_in_separate_thread
+    assert not mode.run_router_in_separate_loop
+    assert set_.run_user_code_in_separate_thread
+    assert not set_.run_router_in_separate_loop
 
 
 @pytest.mark.parametrize(
