@@ -23,6 +23,7 @@ from benchmarks.starts import STARTS
 DOCS = ROOT / "docs" / "benchmarks"
 README = ROOT / "README.md"
 SCALING = ROOT / "docs" / "scaling.md"
+EQUAL = "both in processes"
 BEGIN, END = "<!-- benchmarks -->\n", "<!-- /benchmarks -->\n"
 SHORT = ("async", "async-query", "model", "def", "def-depends", "websocket", "call")
 """The rows of the table in the README."""
@@ -85,7 +86,8 @@ WHY = {
 """The reason for each row that may be slower. docs/performance.md has the measurements."""
 SAME = """\
 On {machine}, 32 connections, one replica; medians of pairs that ran in turn. *both 0*: the two
-SEPARATE flags at 0. [All rows, how they were measured, and what is
+SEPARATE flags at 0. Ray Serve is shown in its default settings and in its best mode on one machine;
+it is made for more than one. [All rows and modes, how they were measured, and what is
 required](docs/benchmarks/README.md).
 """
 IN_PROCESS = """\
@@ -103,10 +105,25 @@ pages count in each. In the rows with processes, both servers run user code in t
 processes, `ingress` with `isolation="process"`; *computing* takes 5 ms of Python. The HTTP server
 of mosec is written in Rust.
 
+Ray Serve's modes, by the processes that a request goes through, and what stands against them:
+
+- default: the proxy and the replica; against `ingress` by default, one process.
+- *both 0*, the two SEPARATE flags at 0: the same processes; against the same flags, one loop.
+- *throughput mode*, `RAY_SERVE_THROUGHPUT_OPTIMIZED=1`: the same processes; against the same
+  variable, which sets both flags to 0.
+- *the replica's port*, in that mode: the client connects past the proxy to the replica, one
+  process; against the same. Without the proxy, a balancer has to choose among replicas and retry.
+- *HAProxy*, `RAY_SERVE_ENABLE_HA_PROXY=1` with an installed HAProxy: that and the replicas; against
+  `isolation="process"`, the server and the replicas.
+
+One machine does not show what Ray Serve is for: a proxy on each machine, actors whose objects stay
+in shared memory, a replica on the machine with a free GPU.
+
 Three rows are those of Ray Serve's documentation, in a size that Ray Serve can have on one machine,
 where each replica is a process: the ensemble with one replica for each of its 11 deployments;
 `recursive` with 6 deployments x 2 replicas, so that a request is 32 calls; and a no-op on 8
-replicas. They are called by handle, 4 clients x 20 requests.
+replicas. They are called by handle, 4 clients x 20 requests; in the throughput mode by gRPC.
+`ingress` has its replicas in threads, except in the rows *both in processes*.
 """
 
 PROCESSES = """\
@@ -298,11 +315,28 @@ def _section(results: list[Result], drawn: Charts) -> list[str]:
     return [*pictures, "\n".join(lines), "\n".join(f"- `{row}`: {whats[row]}" for row in rows)]
 
 
+def _of_peers(results: list[Result]) -> list[Result]:
+    """Return the rows in default settings, each with the peer's best mode, if it has several.
+
+    A mode with as many processes on both sides goes before the others.
+    """
+    found = []
+    for each in (each for each in results if not each.setup):
+        modes = [one for one in results if one.row == each.row and one.setup]
+        modes.sort(key=lambda one: (EQUAL in one.setup, _theirs(one)))
+        found += [each, *modes[-1:]]
+    return found
+
+
+def _theirs(result: Result) -> float:
+    return result.figures[f"baseline_{result.main}"].median
+
+
 def _in_readme(http: Report, peers: Report | None, readme: str) -> str:
     """Return the README with a new part between the marks."""
     chosen = [each for each in http.results if each.row in SHORT and "32" in each.load]
     rates = [each for each in peers.results if each.main == "requests_per_s"] if peers else []
-    chosen += [each for each in rates if " in " not in each.row]
+    chosen += _of_peers([each for each in rates if " in " not in each.row])
     whats = _whats()
     lines = ["| | against | | ingress | ratio [least-greatest] |", "|---|---|---:|---:|---:|"]
     for each in chosen:

@@ -168,7 +168,7 @@ class Server(Program):
         stop_s: float = STOP_S,
         root: Path = ROOT,
     ) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.first_answer_s = 0.0
         self._request = request
         super().__init__(name, command(self.port), env or {}, start_s, stop_s, root)
@@ -291,7 +291,7 @@ def _descendants(pid: int) -> set[tuple[int, str]]:
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

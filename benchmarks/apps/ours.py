@@ -116,6 +116,8 @@ class CallDef:
 
 call = serve.deployment(Call).bind()
 call_def = serve.deployment(CallDef).bind()
+process_call = serve.deployment(isolation="process")(Call).bind()
+process_call_2 = serve.deployment(isolation="process", num_replicas=2)(Call).bind()
 
 
 compute_app = FastAPI()

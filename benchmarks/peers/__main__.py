@@ -1,12 +1,14 @@
 """`ingress` against Ray Serve, LitServe, BentoML and mosec: the same no-op over HTTP.
 
     no-op      requests per second, 32 connections, in turn with ingress
+    modes      the same in each mode of Ray Serve that one machine can run
     processes  the same, both with so many processes for user code; and a no-op that computes
     start      from the start of the process to the first answer
     memory     resident memory of all started processes, idle
     ensemble   the guide's, by handle: 10 nodes, their sum, 4 clients x 20 requests
     recursive  the guide's, smaller: 6 deployments x 2 replicas, so a request is 32 calls
     replicas   a no-op on 8 replicas by handle, where the guide has 1,000
+    by mode    these three in Ray Serve's throughput mode, and with `ingress` in processes
 
 Each peer is in its own environment, .venv-peers/NAME, which `make bench-peers` makes; a missing
 peer is left out. With --peers, the results are printed and not written.
@@ -15,21 +17,23 @@ peer is left out. With --peers, the results are printed and not written.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Timer
 
 from benchmarks import command, guides, load
 from benchmarks.comparison import in_turn
+from benchmarks.document import EQUAL
 from benchmarks.results import MIN_PAIRS, Result, Sample
-from benchmarks.servers import ROOT, Program, Request, Server, uvicorn
+from benchmarks.servers import ROOT, Program, Request, Server, free_port, uvicorn
 from benchmarks.starts import starts
 from benchmarks.work import COMPUTES, WORKERS
 
@@ -94,6 +98,75 @@ class Peer:
         return ran.stdout.strip()
 
 
+THROUGHPUT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+BOTH_0 = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A mode of Ray Serve, and the app and variables of `ingress` that stand against it.
+
+    `ours` has as many processes on the way of a request, unless it is "ours:call", which has one.
+    A variable of both sides has the same value on both.
+    """
+
+    name: str
+    env: Mapping[str, str]
+    ours: str = "ours:call"
+    replicas: int = 1
+    own_port: bool = False
+    """Whether the client connects to the replica's port, past the proxy."""
+
+    @property
+    def is_by_haproxy(self) -> bool:
+        return "RAY_SERVE_ENABLE_HA_PROXY" in self.env
+
+    def server(self, peer: Peer, folder: str) -> Server:
+        env = {**self.env, WORKERS: str(self.replicas)}
+        if self.is_by_haproxy:
+            env |= haproxy_files(folder)
+        command = with_own_port if self.own_port else ray
+        return replace(peer, command=command).server(folder, **env)
+
+
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+MODES = (
+    Mode("both 0", BOTH_0),
+    Mode("throughput mode", THROUGHPUT),
+    Mode("throughput mode, the replica's port", THROUGHPUT, own_port=True),
+    Mode("HAProxy", HAPROXY, "ours:process_call"),
+    Mode("HAProxy, throughput mode", {**HAPROXY, **THROUGHPUT}, "ours:process_call"),
+    Mode(
+        "HAProxy, throughput mode, 2 replicas",
+        {**HAPROXY, **THROUGHPUT},
+        "ours:process_call_2",
+        replicas=2,
+    ),
+)
+
+
+def haproxy_files(folder: str) -> dict[str, str]:
+    """Return the variables for an installed HAProxy, with its files in a folder."""
+    name = "RAY_SERVE_HAPROXY_"
+    return {
+        f"{name}BINARY_PATH": shutil.which("haproxy") or "",
+        f"{name}CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        f"{name}SOCKET_PATH": f"{folder}/haproxy.sock",
+        f"{name}SERVER_STATE_BASE": folder,
+        f"{name}SERVER_STATE_FILE": f"{folder}/server-state",
+    }
+
+
+def with_own_port(bin_: Path, folder: str, port: int) -> list[str | Path]:
+    """Return the command of a cluster whose replica listens on `port`, its proxy elsewhere."""
+    first, after = (f"RAY_SERVE_DIRECT_INGRESS_{each}_HTTP_PORT" for each in ("MIN", "MAX"))
+    ports = (f"{first}={port}", f"{after}={port + 1}")
+    return ["env", *ports, *ray(bin_, folder, free_port())]
+
+
 def ray(bin_: Path, folder: str, port: int) -> list[str | Path]:
     return [bin_ / "python", "-m", "benchmarks.peers.ray_app", folder, str(port)]
 
@@ -146,7 +219,12 @@ PEERS = (
 
 
 def rates(
-    peer: Peer, name: str, servers: tuple[Server, Server], connections: int, options: Namespace
+    peer: Peer,
+    name: str,
+    servers: tuple[Server, Server],
+    connections: int,
+    options: Namespace,
+    setup: str = "",
 ) -> Result:
     """Return a row of a peer: requests of our server and of theirs, in turn."""
     mine, their = servers
@@ -155,7 +233,19 @@ def rates(
         one(server)  # to warm up
     runs, baseline = in_turn(partial(one, mine), partial(one, their), options.pairs)
     how_many = f"{connections} connection{'s' if connections > 1 else ''}"
-    return Result(name, how_many, "", runs, peer.name, baseline)
+    return Result(name, how_many, setup, runs, peer.name, baseline)
+
+
+def by_mode(peer: Peer, options: Namespace, folder: str) -> command.Results:
+    """Yield the no-op in each mode of Ray Serve."""
+    for mode in MODES:
+        if mode.is_by_haproxy and shutil.which("haproxy") is None:
+            print(f"{mode.name} is left out: haproxy is not installed")
+            continue
+        shared = {name: value for name, value in mode.env.items() if name not in HAPROXY}
+        with mode.server(peer, folder) as their, uvicorn(mode.ours, peer.request, shared) as mine:
+            name = f"no-op on {peer.name}"
+            yield rates(peer, name, (mine, their), CONNECTIONS, options, mode.name)
 
 
 def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
@@ -178,9 +268,11 @@ def http(peer: Peer, options: Namespace, folder: str) -> command.Results:
 class Guides(Program):
     """The process of `benchmarks.guides`, run on a given module."""
 
-    def __init__(self, name: str, python: str | Path, *arguments: str) -> None:
+    def __init__(
+        self, name: str, python: str | Path, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> None:
         command = [python, "-m", "benchmarks.guides", *arguments]
-        super().__init__(name, command, QUIET, START_S, STOP_S)
+        super().__init__(name, command, {**QUIET, **(env or {})}, START_S, STOP_S)
 
     @property
     def stdout(self) -> int:
@@ -212,19 +304,30 @@ class Guides(Program):
         return found
 
 
+IN_PROCESSES = {**THROUGHPUT, guides.ISOLATION: "process"}
+BY_HANDLE: tuple[tuple[str, Mapping[str, str], Mapping[str, str]], ...] = (
+    ("", {}, {}),
+    ("throughput mode", THROUGHPUT, THROUGHPUT),
+    (f"throughput mode, {EQUAL}", THROUGHPUT, IN_PROCESSES),
+)
+"""The modes of the guide's benchmarks: the variables of Ray Serve, and those of `ingress`."""
+
+
 def by_handle(options: Namespace, folder: str) -> command.Results:
     """Yield the guide's benchmarks, in a size that Ray Serve can run on one machine."""
     python = FOLDER / "ray" / "bin" / "python"
-    with (
-        Guides("Ray Serve", python, "ray.serve", folder) as theirs,
-        Guides("ingress", sys.executable, "ingress") as mine,
-    ):
-        for shape in guides.SHAPES:
-            ours, other = partial(mine.run, shape), partial(theirs.run, shape)
-            for warm_up in (ours, other):
-                warm_up()
-            runs, baseline = in_turn(ours, other, options.pairs)
-            yield Result(f"{shape} on Ray Serve", "4 clients", "", runs, "Ray Serve", baseline)
+    for setup, their_env, our_env in BY_HANDLE:
+        with (
+            Guides("Ray Serve", python, "ray.serve", folder, env=their_env) as theirs,
+            Guides("ingress", sys.executable, "ingress", env=our_env) as mine,
+        ):
+            for shape in guides.SHAPES:
+                ours, other = partial(mine.run, shape), partial(theirs.run, shape)
+                for warm_up in (ours, other):
+                    warm_up()
+                runs, baseline = in_turn(ours, other, options.pairs)
+                name = f"{shape} on Ray Serve"
+                yield Result(name, "4 clients", setup, runs, "Ray Serve", baseline)
 
 
 def measure(peers: list[Peer], options: Namespace) -> command.Results:
@@ -233,6 +336,7 @@ def measure(peers: list[Peer], options: Namespace) -> command.Results:
         for peer in peers:
             yield from http(peer, options, folder)
         if PEERS[0] in peers:
+            yield from by_mode(PEERS[0], options, folder)
             yield from by_handle(options, folder)
 
 

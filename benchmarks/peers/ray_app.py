@@ -5,6 +5,7 @@ The cluster keeps its files in FOLDER, and ends with this process.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -12,6 +13,8 @@ from typing import Any
 
 import ray
 from ray import serve
+
+from benchmarks.work import WORKERS
 
 QUIET = {"enable_access_log": False}
 
@@ -34,7 +37,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     begin(*sys.argv[1:])
     try:
-        serve.run(Noop.bind())
+        serve.run(Noop.options(num_replicas=int(os.environ.get(WORKERS, "1"))).bind())
         stop.wait()
     finally:
         serve.shutdown()

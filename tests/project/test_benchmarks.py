@@ -399,6 +399,22 @@ def test_the_pages_are_what_the_results_say() -> None:
         assert path.read_text() == text, f"{path.name}: make bench-document"
 
 
+def test_the_readme_has_a_peers_default_and_its_best_mode_with_as_many_processes() -> None:
+    def mode(setup: str, theirs: float) -> Result:
+        runs = [{"requests_per_s": 9000.0}] * 5
+        return Result("no-op on R", "", setup, runs, "R", [{"requests_per_s": theirs}] * 5)
+
+    http = Report.of([pairs()], 1)
+    fast = [mode("", 1.0), mode("slow", 2.0), mode("fast", 4.0), mode("late", 3.0)]
+    equal = [*fast, mode(f"slow, {document.EQUAL}", 2.5)]
+    for modes, best in ((fast, "*fast*"), (equal, f"*slow, {document.EQUAL}*")):
+        readme = f"{document.BEGIN}{document.END}"
+        made = document.pages({"http": http, "peers": Report.of(modes, 1)}, readme)
+        lines = [each for each in made[document.README].splitlines() if "no-op on R" in each]
+
+        assert [each.split(" | ")[0] for each in lines] == ["| no-op on R", f"| no-op on R, {best}"]
+
+
 def test_beyond_what_was_measured_a_request_costs_its_way_and_its_work() -> None:
     model = Model(one=0.1, workers=0.1, cluster=8.0, proxy=2.0)
 
