@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message
 
 from ingress.context import ReplicaRuntime
-from ingress.core.base.foreign import advisory
 from ingress.core.execution.execution import contained
 from ingress.exceptions import RayServeException
 
 logger = logging.getLogger("ingress")
-_ONCE = re.compile(r"\b(once|already|twice)\b", re.IGNORECASE)
 
 
 @dataclass(eq=False, slots=True)
@@ -65,10 +62,7 @@ class Lifespan:
         # A Starlette whose middleware could not be built.
         is_unfinished = isinstance(app, Starlette) and app.middleware_stack is None
         if self._failed is not None or (self._error is not None and is_unfinished):
-            failure = self._failure("start-up")
-            with advisory("the explanation of an error"):
-                self._explain(failure)
-            raise failure
+            raise self._failure("start-up")
         if self._error is not None and isinstance(app, Starlette):
             logger.warning(
                 "a middleware of %r raises %r for the lifespan, so that the app is served without "
@@ -127,17 +121,6 @@ class Lifespan:
     def _answer(self) -> None:
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
-
-    def _explain(self, failure: BaseException) -> None:
-        """Add the way out to the error of an object that opens once, as the servers of MCP do."""
-        place = self._context.place
-        if place is not None and place.world_size > 1 and _ONCE.search(str(failure)):
-            failure.add_note(
-                f"The lifespan runs for each of the {place.world_size} replicas. Make what opens "
-                "only once for each replica, in the lifespan or in "
-                "`__serve_build_asgi_app__(self)`, which returns the replica's app; or set "
-                "num_replicas=1"
-            )
 
     def _failure(self, phase: str) -> BaseException:
         if self._error is not None:

@@ -17,9 +17,11 @@ from ingress.app.batching.batching import warn_of_capacity
 from ingress.app.declaration.build import BuiltApplication, BuiltDeployment
 from ingress.app.declaration.loop_objects import LoopObject, loop_objects
 from ingress.config import DeploymentConfig
+from ingress.core.base.foreign import advisory
 from ingress.core.base.settings import Settings
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.loops import NewLoop, mailbox_of, reserve_descriptors
+from ingress.core.execution.execution import name_of
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.changes import Change, apply, checked, count_for
@@ -153,6 +155,8 @@ class Controller:
             callers_loop = None
         borrowed = callers_loop or await self._loop_for(built, serving_loop, factories.new_loop)
         warn_of_capacity(built.name, built.deployment.func_or_class, config.max_ongoing_requests)
+        if (borrowed is None or config.isolation == "process") and config.replica_count > 1:
+            _tell_of_limits(built)
         is_update = deployment.previous is not None
         if is_update:
             deployment.next_version += 1
@@ -311,6 +315,23 @@ class Controller:
                 await asyncio.to_thread(deployment.consumer.close, LAST_WORDS_S)
             if self._routers.get(deployment.router.deployment_id) is deployment.router:
                 del self._routers[deployment.router.deployment_id]
+
+
+def _tell_of_limits(built: BuiltDeployment) -> None:
+    """Log the limits of FastAPI's dependencies, which count for one event loop.
+
+    Source: the documentation of `Depends(max_concurrency=...)`.
+    """
+    with advisory("the search for limits of dependencies"):
+        for part in [] if built.bound_app is None else built.bound_app.parts():
+            if part.what == "dependency" and part.at_once is not None:
+                logger.info(
+                    "max_concurrency=%d of the dependency %s counts for each event loop, so for "
+                    "each of the %d replicas of %s; for one limit of all, choose "
+                    'num_replicas=1, or loop="shared"',
+                    *(part.at_once, name_of(part.func), built.deployment.config.replica_count),
+                    built.name,
+                )
 
 
 async def _closed(consumer: Consumer, config: DeploymentConfig) -> None:

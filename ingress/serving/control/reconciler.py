@@ -36,7 +36,15 @@ LATE_S = 1.0  # a look that comes later says nothing about loops: the process wa
 DRAIN_LOOK_S = 0.005  # the first pause between two looks at a replica that drains
 FEW = 64  # replicas that are looked at after each start
 SHARED_LOOK_S = 0.02  # from the first start of more replicas until they are looked at
+COMPARE_S = 0.5  # for the other replicas that start, before the error of one is final
 LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, after the drain
+
+_OPENS_ONCE = (
+    "Another replica of this deployment has started. Constructors and lifespans run for each "
+    "replica: if they open what can be open only once, such as a port or a lock, make one for each "
+    "replica, there or in `__serve_build_asgi_app__(self)`, which returns the replica's app; or "
+    "set num_replicas=1"
+)
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 
@@ -286,6 +294,8 @@ class Reconciler:
             await replica.start(args, kwargs, deployment.config.user_config)
         except Exception as error:  # of user code; `_on_failed_start` logs it
             if member.phase is Phase.STARTING:
+                await self._compare(deployment, member, error)
+            if member.phase is Phase.STARTING:
                 # Without a replica that could refuse it: those before have failed to reconfigure.
                 if deployment.is_untried and member.config == deployment.desired.config:
                     deployment.reject_user_config(f"a replica failed to start: {described(error)}")
@@ -310,6 +320,27 @@ class Reconciler:
         elif not deployment.is_look_due:
             deployment.is_look_due = True
             asyncio.get_running_loop().call_later(SHARED_LOOK_S, self._look_and_tell, deployment)
+
+    async def _compare(
+        self, deployment: RunningDeployment, member: Member, error: Exception
+    ) -> None:
+        """Note on the error of a start that another replica has started.
+
+        Replicas start together, and the first one that ends may be the one that fails: others get a
+        moment to end too. An error that all of them have gets no note.
+        """
+        member.has_failed = True
+        deployment.note_change()  # others may wait for it
+        if len(deployment.members) > FEW:  # each would look at all others after each failure
+            return
+        others = [each for each in deployment.members if each.version == member.version]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(COMPARE_S):
+                while not any(each.phase is Phase.SERVING for each in others):
+                    if not any(each.may_start for each in others):
+                        return
+                    await deployment.changed.wait()
+                error.add_note(_OPENS_ONCE)
 
     def _look_and_tell(self, deployment: RunningDeployment) -> None:
         deployment.is_look_due = False

@@ -72,6 +72,7 @@ class Member:
     away_at          when it was last taken out of routing, to be reconfigured
     parked_at        when it was last taken out of routing, because it is stuck
     task             its start, its reconfiguration, or its end
+    has_failed       becomes true when its start fails
 
     Written by `health`, for the reconciler and the status:
 
@@ -94,12 +95,18 @@ class Member:
     away_at: float = 0.0
     parked_at: float = 0.0
     task: asyncio.Task[None] | None = None
+    has_failed: bool = False
     failures: int = 0
     failed_checks: int = 0
     stuck: str = ""
     worn: str = ""
     excess: str = ""
     looks: Looks = field(default_factory=Looks)
+
+    @property
+    def may_start(self) -> bool:
+        """Return whether its start has not ended yet."""
+        return self.phase is Phase.STARTING and not self.has_failed
 
     @property
     def is_ill(self) -> bool:

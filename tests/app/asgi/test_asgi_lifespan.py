@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import Context, ContextVar
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -301,21 +302,41 @@ def test_app_state_is_each_replicas_own_under_the_name_of_the_users_app(app: Fas
     assert app.state.shared == "shared"
 
 
-def test_an_object_that_opens_once_ends_the_start_of_a_second_replica_with_the_way_out() -> None:
-    runs = iter([True])
+@pytest.mark.parametrize("of_constructor", [False, True], ids=["lifespan", "constructor"])
+def test_what_opens_once_ends_the_start_of_a_second_replica_with_the_way_out(
+    tmp_path: Path, of_constructor: bool
+) -> None:
+    def opens_once() -> None:
+        (tmp_path / "lock").touch(exist_ok=False)
 
     @asynccontextmanager
     async def lifespan(given: FastAPI) -> AsyncIterator[None]:
-        if not next(runs, False):
-            raise RuntimeError(".run() can only be called once per instance")
+        if not of_constructor:
+            opens_once()
         yield
 
-    web = ingress_package.deployment(num_replicas=2)(ingress(FastAPI(lifespan=lifespan))())
+    class K:
+        def __init__(self) -> None:
+            if of_constructor:
+                opens_once()
+
+    web = ingress_package.deployment(num_replicas=2)(ingress(FastAPI(lifespan=lifespan))(K))
     with (
-        pytest.raises(RuntimeError, match=r"once per instance\nThe lifespan .*num_replicas=1"),
+        pytest.raises(RuntimeError, match=r"lock'\nAnother replica .* has started\..*num_replicas=1"),
         TestClient(web.bind()),
     ):
         pass
+
+
+def test_an_error_of_all_replicas_says_nothing_about_other_replicas() -> None:
+    @ingress_package.deployment(num_replicas=2)
+    class K:
+        def __init__(self) -> None:
+            raise OSError("the licence has already expired")
+
+    with pytest.raises(RuntimeError, match="already expired") as raised:
+        ingress_package.run(K.bind(), route_prefix=None)
+    assert "Another replica" not in str(raised.value)
 
 
 def in_own_thread(read: Callable[[], Any]) -> Any:

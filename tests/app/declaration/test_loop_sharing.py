@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
 import sys
 import threading
@@ -10,11 +12,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 import ingress as serve
 from app_examples import slow_server
@@ -563,6 +565,32 @@ def test_a_line_names_object_file_line_and_options(caplog: pytest.LogCaptureFixt
         "Locks run on the shared loop; declare this with "
         '@serve.deployment(loop="shared"), or give each replica its own loop with loop="own"'
     )
+
+
+@pytest.mark.parametrize("choice", ["own", "shared"])
+def test_a_line_says_that_a_limit_of_a_dependency_counts_for_each_loop(
+    choice: Literal["own", "shared"], caplog: pytest.LogCaptureFixture
+) -> None:
+    if "max_concurrency" not in inspect.signature(Depends).parameters:
+        pytest.skip("this FastAPI limits no dependencies")
+    app = FastAPI()
+    depends: Any = functools.partial(Depends, max_concurrency=3)
+
+    @serve.deployment(num_replicas=2, loop=choice)
+    @serve.ingress(app)
+    class Limited:
+        @app.get("/")
+        async def endpoint(self, value: str = depends(where)) -> str:
+            return value
+
+    with caplog.at_level(logging.INFO, "ingress"):
+        serve.run(Limited.bind(), route_prefix=None)
+
+    lines = [text for each in caplog.records if "max_conc" in (text := each.getMessage())]
+    assert lines == [
+        "max_concurrency=3 of the dependency where counts for each event loop, so for each of the "
+        '2 replicas of Limited; for one limit of all, choose num_replicas=1, or loop="shared"'
+    ] * (choice == "own")
 
 
 @pytest.mark.parametrize("choice", [None, "own", "shared"])
