@@ -69,15 +69,19 @@ class UsersApp:
         clone = None if name == _OF_ALL else _clone_of(self, name)
         if clone is not None:
             setattr(clone, name, value)
-        else:
-            super().__setattr__(name, value)
+            return
+        if name not in _FRAMEWORKS and (doubt := _doubt(self)):
+            raise _unseen(f"app.{name}", "set", doubt)
+        super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         clone = None if name == _OF_ALL else _clone_of(self, name)
         if clone is not None:
             delattr(clone, name)
-        else:
-            super().__delattr__(name)
+            return
+        if name not in _FRAMEWORKS and (doubt := _doubt(self)):
+            raise _unseen(f"app.{name}", "deleted", doubt)
+        super().__delattr__(name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: Any = _clone_of(self, "__call__") or refusal(self, scope) or super().__call__  # type: ignore[misc]
@@ -97,9 +101,21 @@ class _StateInDoubt(State):
         raise AttributeError(f"'State' object has no attribute {name!r}{self._doubt}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(
-            f"app.state.{name} cannot be set here, where no replica would see it{self._doubt}"
-        )
+        raise _unseen(f"app.state.{name}", "set", self._doubt)
+
+    def __delattr__(self, name: str) -> None:
+        raise _unseen(f"app.state.{name}", "deleted", self._doubt)
+
+    __setitem__, __delitem__ = __setattr__, __delattr__
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._state:
+            return self._state[key]
+        raise KeyError(f"{key!r}{self._doubt}")
+
+
+def _unseen(name: str, change: str, doubt: str) -> AttributeError:
+    return AttributeError(f"{name} cannot be {change} here, where no replica would see it{doubt}")
 
 
 def show_clones(app: Starlette) -> None:

@@ -398,10 +398,23 @@ def test_own_threads_are_told_that_each_of_several_replicas_has_a_state(app: Fas
         assert isinstance(error, AttributeError)
         assert "no attribute 'value'. Each replica has an app of its own" in str(error)
         assert "copy_context().run" in str(error)
-        error = in_own_thread(lambda: setattr(app.state, "value", 2))
-        assert isinstance(error, AttributeError)
-        assert "app.state.value cannot be set here, where no replica would see it" in str(error)
+        error = in_own_thread(lambda: app.state["value"])
+        assert isinstance(error, KeyError)
         assert "copy_context().run" in str(error)
+        for change, name in (
+            (lambda: setattr(app.state, "value", 2), "app.state.value cannot be set"),
+            (lambda: delattr(app.state, "value"), "app.state.value cannot be deleted"),
+            (lambda: app.state.__setitem__("value", 2), "app.state.value cannot be set"),
+            (lambda: app.state.__delitem__("value"), "app.state.value cannot be deleted"),
+            (lambda: setattr(app, "mine", 2), "app.mine cannot be set"),
+            (lambda: delattr(app, "mine"), "app.mine cannot be deleted"),
+        ):
+            error = in_own_thread(change)
+            assert isinstance(error, AttributeError)
+            assert f"{name} here, where no replica would see it" in str(error)
+            assert "copy_context().run" in str(error)
+        app.title = "of all"
+        app.dependency_overrides = {}
 
 
 def test_a_replicas_app_equals_the_users_app_and_no_other_replicas(app: FastAPI) -> None:
