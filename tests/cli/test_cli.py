@@ -415,10 +415,13 @@ app = old.bind()
 
 
 WRAPPED = """
+import functools
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.routing import Mount
 import ingress as serve
 
 app = FastAPI()
@@ -458,6 +461,15 @@ class Itself(Pure):
     async def __call__(self, scope, receive, send): await self.call(scope, receive, send)
 
 itself = Itself(bound)
+
+def outer(inner):
+    async def call(scope, receive, send): await inner(scope, receive, send)
+    return call
+
+closed = outer(bound)
+async def by_name(scope, receive, send): await bound(scope, receive, send)
+part = functools.partial(Pure.__call__, Pure(bound))
+mounted = Starlette(routes=[Mount("/api", bound)])
 """
 
 TWICE = """
@@ -482,14 +494,17 @@ def test_an_application_that_middleware_is_around_is_served_with_it(tmp_path: Pa
         assert "x-path" not in preflight.headers
 
 
-@pytest.mark.parametrize("target", ["app:plain", "app:itself"])
-def test_middleware_that_cannot_be_a_layer_of_an_app_is_refused(
-    tmp_path: Path, target: str
+@pytest.mark.parametrize("name", ["plain", "itself", "closed", "by_name", "part", "mounted"])
+def test_middleware_that_cannot_be_a_layer_of_an_app_is_refused_with_the_way_to_write_it(
+    tmp_path: Path, name: str
 ) -> None:
-    write_module(tmp_path, "app", WRAPPED)
-    assert "give the middleware to the FastAPI app" in told(
-        run_ingress(tmp_path, "explain", target)
-    )
+    write_module(tmp_path, f"app_{name}", WRAPPED)
+    line = " ".join(told(invoke(tmp_path, "explain", f"app_{name}:{name}")).split())
+    way = "give the path of its mount by --route-prefix"
+    if name != "mounted":
+        way = "give the middleware to the FastAPI app, app.add_middleware("
+    assert f"what is around this application is not served: {way}" in line
+    assert f"or serve both by uvicorn app_{name}:{name}" in line
 
 
 def test_middleware_around_one_application_is_not_around_another_of_its_app(

@@ -8,7 +8,10 @@ with `app.add_middleware`.
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ingress.core.base.foreign import dict_of, sharing, slots_of
 
 _DEPTH = 20
+_OBJECTS = 10_000
 _DISPATCH = "dispatch_func"  # of `BaseHTTPMiddleware`, which gives it what to call next
 
 
@@ -54,3 +58,41 @@ def layers_around(found: object, kind: type, depth: int = _DEPTH) -> list[tuple[
             inner = layers_around(each, kind, depth - 1)
             ways += [[(found, name), *inner]] if inner else []
     return ways[0] if len(ways) == 1 else []
+
+
+def holds(found: object, kind: type) -> bool:
+    """Return whether an object refers to one of a kind, by whatever way code may call it.
+
+    That is by its attributes, as a partial or a closure, by a name in its code, or as a mount.
+    """
+    seen: dict[int, object] = {}
+    waiting = [found]
+    while waiting and len(seen) < _OBJECTS:
+        each = waiting.pop()
+        if issubclass(type(each), kind):
+            return True
+        if id(each) not in seen:
+            seen[id(each)] = each
+            waiting += _parts(each)
+    return False
+
+
+def _parts(found: object) -> Iterator[object]:
+    match found:
+        case FunctionType():
+            code, names = found.__code__, found.__globals__
+            yield from (names[each] for each in code.co_names if each in names)
+            for cell in found.__closure__ or ():
+                with suppress(ValueError):  # of a variable that was never assigned to
+                    yield cell.cell_contents
+        case MethodType():
+            yield from (found.__self__, found.__func__)
+        case partial():
+            yield from (found.func, *found.args, *found.keywords.values())
+        case list() | tuple():
+            yield from found
+        case dict():
+            yield from dict.values(found)
+        case type() | ModuleType():
+            return
+    yield from attributes_of(found).values()

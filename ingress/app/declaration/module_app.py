@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 
 from ingress.app.asgi import users_app_of
-from ingress.app.asgi.layer import Layer, attributes_of, layers_around
+from ingress.app.asgi.layer import Layer, attributes_of, holds, layers_around
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.core.base.signatures import signature_of
 
@@ -127,16 +127,20 @@ def _way_to_serve(found: Any, target: str, bound: list[str], *, is_factory: bool
     module_name, _, attribute = target.partition(":")
     if type(found).__module__.partition(".")[0] == "ray":
         return "it is one of Ray Serve; `ingress migrate FILE --write` rewrites its imports"
-    if bound and callable(found) and not isinstance(found, type):
-        inside = attributes_of(found).values()
-        if layers_around(found, Application) or any(isinstance(it, Application) for it in inside):
-            middleware = f"app.add_middleware({type(found).__name__}, ...)"
+    if callable(found) and not isinstance(found, type):
+        if holds(found, Application):
+            of_python = type(found).__module__ in ("builtins", "functools")
+            kind = "MIDDLEWARE" if of_python else type(found).__name__
+            around = f"give the middleware to the FastAPI app, app.add_middleware({kind}, ...)"
+            if isinstance(found, Starlette):
+                around = "give the path of its mount by --route-prefix"
+            named = f", such as {module_name}:{bound[0]}" if bound else " in the module"
             return (
-                "what is around this application is not served: give the "
-                f"middleware to the FastAPI app, {middleware}, and name the application, such as "
-                f"{module_name}:{bound[0]}; or serve both by uvicorn {target}"
+                f"what is around this application is not served: {around}, and name the "
+                f"application{named}; or serve both by uvicorn {target}"
             )
-        return f"did you mean {module_name}:{bound[0]}?"
+        if bound:
+            return f"did you mean {module_name}:{bound[0]}?"
     if isfunction(found) and not is_factory:
         return "if it returns an application, add --factory"
     if isinstance(found, Starlette):

@@ -41,9 +41,9 @@ LAST_WORDS_S = 0.5  # for the user's shutdown code and the joining of threads, a
 
 _OPENS_ONCE = (
     "Another replica of this deployment has started. Constructors and lifespans run for each "
-    "replica: if they open what can be open only once, such as a port or a lock, make one for each "
-    "replica, there or in `__serve_build_asgi_app__(self)`, which returns the replica's app; or "
-    "set num_replicas=1"
+    "replica. If they open or register what can be there only once, such as a port, a lock or a "
+    "collector of metrics: do it once, at the top of the module; make one for each replica, such "
+    "as in `__serve_build_asgi_app__(self)`, which returns its app; or set num_replicas=1"
 )
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
