@@ -163,3 +163,53 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(
 def serving(server: ServerProcess) -> Connection:
     wait_until(lambda: is_ready(server.port))
     return Connection(server.port)
+
+
+LISTENS = """
+import asyncio, signal
+from contextlib import asynccontextmanager
+from fastapi import FastAPI
+import ingress as serve
+
+@asynccontextmanager
+async def lifespan(given):
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    replica = serve.get_replica_context().replica_tag
+    def told(text):
+        print(text, serve.get_replica_context().replica_tag, flush=True)
+        assert asyncio.get_running_loop() is loop
+    loop.add_signal_handler(signal.SIGUSR2, told, "user")
+    loop.add_signal_handler(signal.SIGTERM, told, "stop")
+    loop.add_signal_handler(signal.SIGHUP, told, "taken back")
+    assert loop.remove_signal_handler(signal.SIGHUP)
+    assert not loop.remove_signal_handler(signal.SIGHUP)
+    try:
+        loop.add_signal_handler(signal.SIGKILL, told, "never")
+    except RuntimeError as error:
+        print(error, flush=True)
+    yield
+    print("down", replica, flush=True)
+
+@serve.deployment(num_replicas=2)
+@serve.ingress(FastAPI(lifespan=lifespan))
+class Listens: ...
+
+listens = Listens.bind()
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_handlers_of_a_replicas_loop_run_there_before_the_stop(tmp_path: Path, loop: str) -> None:
+    write_module(tmp_path, "app", LISTENS)
+    with process([*INGRESS, "run", "--port", "0", "--loop", loop, "app:listens"], tmp_path,
+                 environment(tmp_path)) as server:  # fmt: skip
+        server.wait_for("is ready")
+        for number, text in ((signal.SIGUSR2, "user"), (signal.SIGTERM, "stop")):
+            server.signal(number)
+            for replica in range(2):
+                server.wait_for(f"{text} {replica}\n")
+        assert server.wait() == 0
+        assert server.output.count("down") == 2
+        assert server.output.rindex("stop") < server.output.index("down")
+        assert server.output.count("sig 9 cannot be caught") == 2
+        assert "taken back" not in server.output

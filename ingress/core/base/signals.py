@@ -18,6 +18,9 @@ LOOK_S = 0.5
 """Longest time after which a signal that did not wake the main thread is seen."""
 
 
+_UNCAUGHT = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+
+
 class Stopped(KeyboardInterrupt):
     """A signal that aborts a start; raised in the main thread, at any line."""
 
@@ -36,6 +39,8 @@ class StopSignals:
 
     SIGHUP calls `hang_up` instead, if that is given; at any line, so it must take no lock.
 
+    Before that it makes the calls that `call` was given for it; other signals make only these.
+
     No effect outside of the main thread, which alone gets signals, or if
     `INGRESS_HANDLE_SIGNALS=0`: the handlers of the process then stay.
     """
@@ -45,23 +50,44 @@ class StopSignals:
     _signals: SimpleQueue[int] = field(default_factory=SimpleQueue)
     _first: int | None = None
     _is_starting: bool = True
+    _own: frozenset[int] = frozenset()
+    _calls: dict[int, dict[object, Callable[[], object]]] = field(default_factory=dict)
     _previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = field(
         default_factory=dict
     )
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and handles_signals():
-            hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
-            for number in stop_signals():
-                if self._hang_up is None or number != hang_up:
-                    self._previous[number] = signal.signal(number, self._on_signal)
-            if (call := self._hang_up) is not None and hang_up is not None:
-                self._previous[hang_up] = signal.signal(hang_up, lambda *_: call())
+            numbers = {*stop_signals()}
+            if self._hang_up is not None and hasattr(signal, "SIGHUP"):  # not on Windows
+                numbers.add(signal.SIGHUP)
+            for number in numbers:
+                self._previous[number] = signal.signal(number, self._on_signal)
+            self._own = frozenset(numbers)
+            IN_USE.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self in IN_USE:
+            IN_USE.remove(self)
+
+    def call(self, number: int, owner: object, function: Callable[[], object] | None) -> bool:
+        """Have a signal call `function` in the main thread, once the start is over. Thread-safe.
+
+        It is called at any line, so it must take no lock. `None` ends that. Returns whether the
+        owner had one. Raises `RuntimeError` and `ValueError` as the method of loops does.
+        """
+        signal.getsignal(number)  # raises, if there is no such signal
+        if number in _UNCAUGHT:
+            raise RuntimeError(f"sig {number} cannot be caught")
+        calls = self._calls.setdefault(number, {})
+        had = calls.pop(owner, None) is not None
+        if function is not None:
+            calls[owner] = function
+        self._signals.put(number)  # the main thread takes the signal
+        return had
 
     def end_start(self) -> None:
         """Raise no `Stopped` on later signals. Raises `Stopped` if a signal came before."""
@@ -76,15 +102,31 @@ class StopSignals:
         # another thread, or to this one just before it blocks, does not wake it.
         while self._first is None:
             with suppress(Empty):
-                self._signals.get(timeout=LOOK_S)
+                number = self._signals.get(timeout=LOOK_S)
+                if number not in self._previous and self._calls.get(number):
+                    self._previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        calls = self._calls.get(number, {})
+        for owner in list(calls):
+            # Race with the owner's thread, which may take it back.
+            if (call := calls.get(owner)) is not None:
+                call()
+        if number not in self._own:
+            return
+        if self._hang_up is not None and number == getattr(signal, "SIGHUP", None):
+            self._hang_up()
+            return
         if self._first is not None:  # the user asked twice
             os._exit(128 + number)
         self._first = number
         self._signals.put(number)
         if self._is_starting:
             raise Stopped(number)
+
+
+IN_USE: list[StopSignals] = []
+"""The handlers of the signals of this process, the latest last."""
 
 
 def stop_signals() -> list[signal.Signals]:

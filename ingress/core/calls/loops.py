@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 
 from ingress.core.base import gil
 from ingress.core.base.settings import event_loop
-from ingress.core.base.signals import LOOK_S
+from ingress.core.base.signals import IN_USE, LOOK_S
 from ingress.core.calls.spawning import take_turns
 from ingress.core.calls.wrong_thread import report
 
@@ -100,6 +100,31 @@ class ThreadAware:
             super().run_forever()  # type: ignore[misc]
         finally:
             here.function = before
+
+    def add_signal_handler(
+        self: Any, number: int, callback: Callable[..., object], *args: object
+    ) -> None:
+        """Call `callback` on this loop at a signal, also if its thread is not the main thread.
+
+        Python has handlers called in the main thread only: while a server of ingress handles the
+        signals of the process, the main thread passes them on. A stop signal stops it afterwards.
+        """
+        if _gets_signals() or self.is_closed():
+            super().add_signal_handler(number, callback, *args)  # type: ignore[misc]
+            return
+        run: Any = partial(callback, *args)
+        IN_USE[-1].call(number, self, partial(_pass_on, self, run, copy_context()))
+
+    def remove_signal_handler(self: Any, number: int) -> bool:
+        """Take back the callback of a signal. Returns False if there is none."""
+        if _gets_signals():
+            return super().remove_signal_handler(number)  # type: ignore[misc,no-any-return]
+        return IN_USE[-1].call(number, self, None)
+
+
+def _gets_signals() -> bool:
+    """Return whether no other thread can pass signals on to this one."""
+    return not IN_USE or threading.current_thread() is threading.main_thread()
 
 
 def _call_soon_elsewhere(

@@ -322,7 +322,9 @@ def test_what_opens_once_ends_the_start_of_a_second_replica_with_the_way_out(
 
     web = ingress_package.deployment(num_replicas=2)(ingress(FastAPI(lifespan=lifespan))(K))
     with (
-        pytest.raises(RuntimeError, match=r"lock'\nAnother replica .* has started\..*num_replicas=1"),
+        pytest.raises(
+            RuntimeError, match=r"lock'\nAnother replica .* has started\..*num_replicas=1"
+        ),
         TestClient(web.bind()),
     ):
         pass
