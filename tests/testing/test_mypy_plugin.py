@@ -12,13 +12,13 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.documents import blocks
 from tests.programs import ROOT
+from tests.typed import LOGGED, METHODS, Output, check
 
 EXAMPLES = ROOT / "app_examples"
 CONFIG = f"""
@@ -43,7 +43,7 @@ ignore_missing_imports = true
 follow_imports = skip
 """
 
-SHOP = """
+SHOP = f"""
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Generic, ParamSpec, TypeVar, overload
@@ -53,42 +53,12 @@ from fastapi import FastAPI
 import ingress as serve
 
 api = FastAPI()
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def logged(func: Callable[P, T]) -> Callable[P, T]:
-    return func
+{LOGGED}
 
 
 @serve.deployment
 class Loud:
-    def __init__(self, mark: str = "!") -> None:
-        self.mark = mark
-
-    def shout(self, text: str) -> str:
-        return text + self.mark
-
-    async def whisper(self, text: str, times: int = 1) -> bytes:
-        return text.encode() * times
-
-    async def __call__(self, number: int) -> float:
-        return number / 2
-
-    def letters(self, text: str) -> Iterator[str]:
-        yield from text
-
-    async def codes(self, text: str) -> AsyncIterator[int]:
-        for each in text:
-            yield ord(each)
-
-    @logged
-    def checked(self, text: str, /, *more: int) -> bool:
-        return bool(text)
-
-    @staticmethod
-    def version() -> str:
-        return "1"
+{METHODS}
 
     @overload
     def either(self, value: int) -> str: ...
@@ -343,7 +313,6 @@ async def calls(model: serve.DeploymentHandle[Model]) -> None:
 
 SAMPLES = {"shop": SHOP, "declared": DECLARED, "called": CALLED, "batched": BATCHED}
 SHORT = re.compile(r"\b(?:builtins|fastapi|ingress|shop|types|called|batched)\.(?:[a-z_]+\.)*")
-Output = Mapping[str, Mapping[int, str]]
 
 
 def mypy(folder: Path, *targets: str) -> Output:
@@ -370,16 +339,6 @@ def mypy(folder: Path, *targets: str) -> Output:
     return found
 
 
-def check(found: Mapping[int, str], source: str) -> None:
-    lines = enumerate(source.splitlines(), start=1)
-    expected = {number: line.split("  # ", 1)[1] for number, line in lines if "  # " in line}
-    shown = {
-        number: expected[number] if is_meant(text, expected.get(number, "")) else text
-        for number, text in found.items()
-    }
-    assert shown == expected
-
-
 def is_meant(text: str, expected: str) -> bool:
     end = expected.removeprefix("...")
     return text.endswith(end) if end != expected else text == expected
@@ -402,19 +361,19 @@ def output(folder: Path) -> Output:
 
 
 def test_a_module_of_deployments_is_strictly_typed(output: Output) -> None:
-    check(output["shop.py"], SHOP)
+    check(output["shop.py"], SHOP, is_meant)
 
 
 def test_a_decorated_class_is_a_deployment(output: Output) -> None:
-    check(output["declared.py"], DECLARED)
+    check(output["declared.py"], DECLARED, is_meant)
 
 
 def test_calls_by_handle_have_the_types_of_the_methods(output: Output) -> None:
-    check(output["called.py"], CALLED)
+    check(output["called.py"], CALLED, is_meant)
 
 
 def test_a_batched_method_takes_one_item_and_returns_one_result(output: Output) -> None:
-    check(output["batched.py"], BATCHED)
+    check(output["batched.py"], BATCHED, is_meant)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
@@ -426,7 +385,7 @@ def test_the_code_of_the_page_has_the_types_that_it_says(folder: Path, output: O
     pages = sorted(folder.glob("block*.py"))
     assert pages
     for path in pages:
-        check(output.get(path.name, {}), path.read_text())
+        check(output.get(path.name, {}), path.read_text(), is_meant)
 
 
 def test_types_are_the_same_from_the_cache(folder: Path, output: Output) -> None:
