@@ -108,7 +108,8 @@ RULES = {
         Rule(
             "IG106",
             "Thread-affine object made in the constructor or the module",
-            'make it once per thread (threading.local), or @serve.method(execution="serial")',
+            "make it once per thread (threading.local); for an `async def`, in `__init__` or the "
+            'lifespan; or @serve.method(execution="serial")',
         ),
         Rule(
             "IG107",
