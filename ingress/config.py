@@ -8,12 +8,15 @@ those that one process cannot fulfil.
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Self, TypedDict
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ingress._unsupported import teller
 from ingress.core.base.options import (
@@ -23,6 +26,7 @@ from ingress.core.base.options import (
     IdempotentMethods,
     Isolation,
     Json,
+    KeyWeights,
     LaneLimits,
     LogAttribute,
     LogLevel,
@@ -41,6 +45,7 @@ from ingress.core.base.options import (
 )
 from ingress.core.base.settings import HTTPLimits
 from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.core.execution.execution import Kind, kind
 
 NOT_ACTED_ON: frozenset[str] = frozenset()
 """Deployment options without effect in this process; none at the moment. Of `ray_actor_options`
@@ -167,6 +172,59 @@ class RequestRouterConfig(Options):
     max_backoff_s: PositiveFloat = 0.5
 
 
+class FairnessConfig(Options):
+    """The shares of fairness keys in a queue; a key that is not in `weights` has weight 1.
+
+    `max_queued_per_key` is the number of calls of one key that may wait, -1 for no limit.
+    """
+
+    weights: KeyWeights = Field(default_factory=dict)
+    max_queued_per_key: QueuedRequests = -1
+
+    def slots_of(self, key: str) -> float:
+        """Return the number of slots of a key's turn, at least 1."""
+        return self.weights.get(key, 1.0) / self._least
+
+    @cached_property
+    def _least(self) -> float:
+        return min(1.0, *self.weights.values(), 1.0)
+
+
+def check_key_function(function: object) -> None:
+    """Raise `ValueError`, with the fix, for what cannot be the function of a `fairness_key`."""
+    fix = "write `def key(request): return request.headers.get('x-tenant')`"
+    if not callable(function) or kind(function) is not Kind.FUNCTION:
+        raise ValueError(
+            f"fairness_key must be the name of a header or a `def` that returns a str, got "
+            f"{function!r}, and it runs on the server's loop before the request waits; {fix}"
+        )
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"fairness_key={function!r} must take one argument, the request: {error}; {fix}"
+        ) from None
+    except ValueError:  # Python cannot tell the parameters of some functions in C
+        pass
+
+
+def _checked_key(key: object) -> object:
+    if not (key is None or (isinstance(key, str) and _KEY.fullmatch(key))):
+        check_key_function(key)
+    elif str(key).lower() in _SECRET:
+        raise ValueError(
+            f"fairness_key={key!r} is a header with secrets, and keys are shown in metrics and "
+            "errors; give a function that returns the name of the client, such as "
+            "`def key(request): return tenant_of(request.headers)`"
+        )
+    return key
+
+
+_KEY = re.compile(r"[-!#$%&'*+.^`|~\w]+(:[\w.]+)?", re.ASCII)
+"""The name of a header, RFC 9110, 5.6.2, or the import path of a function."""
+_SECRET = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
+
+
 class LoggingConfig(Options):
     """Options of logging: format, level, destination, access log."""
 
@@ -262,6 +320,8 @@ class DeploymentConfig(Options):
     backpressure_config: BackpressureConfig | None = None
     autoscaling_config: AutoscalingConfig | None = None
     request_router_config: RequestRouterConfig | None = None
+    fairness_key: Annotated[Any, AfterValidator(_checked_key)] = None
+    fairness_config: FairnessConfig | None = None
     logging_config: LoggingConfig | None = None
     max_constructor_retry_count: PositiveInt = 20
     max_replicas_per_node: PositiveInt | None = None
@@ -313,6 +373,18 @@ class DeploymentConfig(Options):
             raise ValueError(
                 "ray_actor_options['num_gpus'] must be a whole number, or a part of one GPU below "
                 f"1, got {gpus!r}; leave it out for none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _calls_can_take_turns(self) -> Self:
+        routing, defaults = self.request_router_config, RequestRouterConfig()
+        is_fair = self.fairness_key is not None or self.fairness_config is not None
+        if is_fair and (routing or defaults).request_router_class != defaults.request_router_class:
+            raise ValueError(
+                "fairness_key and fairness_config order the queue of the default request router, "
+                f"got request_router_class={routing and routing.request_router_class!r}, with "
+                "which each call waits for replicas of its own; leave one of them out"
             )
         return self
 
@@ -436,6 +508,7 @@ class DeploymentConfig(Options):
 _OPTIONS_OF: Mapping[str, type[Options]] = {
     "autoscaling_config": AutoscalingConfig,
     "backpressure_config": BackpressureConfig,
+    "fairness_config": FairnessConfig,
     "logging_config": LoggingConfig,
     "request_router_config": RequestRouterConfig,
 }
@@ -478,6 +551,8 @@ class DeploymentOptions(TypedDict, total=False):
     backpressure_config: BackpressureConfig | dict[str, Any] | None
     autoscaling_config: AutoscalingConfig | dict[str, Any] | None
     request_router_config: RequestRouterConfig | dict[str, Any] | None
+    fairness_key: str | Callable[[Any], str | None] | None
+    fairness_config: FairnessConfig | dict[str, Any] | None
     logging_config: LoggingConfig | dict[str, Any] | None
     max_constructor_retry_count: int
     max_replicas_per_node: int | None

@@ -32,7 +32,13 @@ from typing_extensions import TypeVar
 
 from ingress._unsupported import absent_member, absent_method, refuse, teller
 from ingress.core.base.options import is_number
-from ingress.core.base.types import PRIORITIES, DeploymentID, RequestMetadata, new_request_id
+from ingress.core.base.types import (
+    PRIORITIES,
+    DeploymentID,
+    RequestMetadata,
+    new_request_id,
+    short_key,
+)
 from ingress.core.calls.call import CURRENT_CALL, NO_WORK, Call, Queue, Work, begin_wait, end_wait
 from ingress.core.calls.channel import Channel, EndOfStream
 from ingress.core.calls.loops import running_loop
@@ -158,6 +164,7 @@ class HandleOptions:
     multiplexed_model_id: str = ""
     session_id: str = ""
     priority: int | None = None
+    fairness_key: str | None = None
 
 
 class DeploymentHandle(Generic[T_co]):
@@ -197,13 +204,15 @@ class DeploymentHandle(Generic[T_co]):
         multiplexed_model_id: str | None = None,
         session_id: str | None = None,
         priority: str | None = None,
+        fairness_key: str | None = None,
         **unsupported: Never,
     ) -> DeploymentHandle[T_co]:
         """Return a handle with these options; options that are not given stay as they are.
 
         `session_id` is for a `request_router_class` that routes by it. Calls of `priority` "high"
-        leave the queue before those that are "normal", and these before "low" ones; without it, a
-        call has the priority of the request that makes it.
+        leave the queue before those that are "normal", and these before "low" ones. Calls of one
+        `fairness_key` take turns with those of other keys. Without these two, a call has those of
+        the request that makes it.
         """
         if unsupported:
             refuse("handle.options", unsupported, DeploymentHandle.options)
@@ -213,12 +222,15 @@ class DeploymentHandle(Generic[T_co]):
             "multiplexed_model_id": multiplexed_model_id,
             "session_id": session_id,
             "priority": None if priority is None else _level_of(priority),
+            "fairness_key": fairness_key,
         }
-        for name in ("method_name", "multiplexed_model_id", "session_id"):
+        for name in ("method_name", "multiplexed_model_id", "session_id", "fairness_key"):
             if not isinstance(given[name], str | None):
                 raise TypeError(f"{name} must be a string, got {given[name]!r}")
         if not isinstance(stream, bool | None):
             raise TypeError(f"stream must be True or False, got {stream!r}")
+        if fairness_key is not None:
+            given["fairness_key"] = short_key(fairness_key)
         changed = {name: value for name, value in given.items() if value is not None}
         return DeploymentHandle(self._id, self._directory, replace(self._options, **changed))
 
@@ -232,6 +244,8 @@ class DeploymentHandle(Generic[T_co]):
         deadline = None if parent is None else parent.deadline
         inherited = 0 if parent is None else parent.metadata.priority
         priority = inherited if options.priority is None else options.priority
+        its_key = "" if parent is None else parent.metadata.fairness_key
+        key = its_key if options.fairness_key is None else options.fairness_key
         metadata = RequestMetadata(
             # A batch has no request id of its own.
             request_id=(parent and parent.metadata.request_id) or new_request_id(),
@@ -244,6 +258,7 @@ class DeploymentHandle(Generic[T_co]):
             deadline=deadline,
             session_id=options.session_id,
             priority=priority,
+            fairness_key=key,
         )
         call = Call(metadata, NO_WORK, copy_context())
         if TRACING.tracer is not None or call.started_at >= TRACING.next_look:

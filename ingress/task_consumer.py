@@ -118,7 +118,13 @@ class ConsumerOf:
         config = self.config
         return config.adapter is None and not isinstance(config.adapter_config, CeleryAdapterConfig)
 
-    def open(self, handle: DeploymentHandle, room: Callable[[], int], slots: int) -> Consumer:
+    def open(
+        self,
+        handle: DeploymentHandle,
+        room: Callable[[], int],
+        slots: int,
+        slots_of: Callable[[str], float],
+    ) -> Consumer:
         """Connect, for a deployment that has so many slots. Blocks.
 
         Raises as `instantiate_adapter_from_config`.
@@ -126,7 +132,7 @@ class ConsumerOf:
         adapter = _connected(self.config, slots)
         calls = JobCalls(handle, self.handlers)
         if isinstance(adapter, EmbeddedTaskProcessorAdapter):
-            return adapter.consumer(calls, room)
+            return adapter.consumer(calls, room, slots_of)
         adapter.watch_slots(room)
         for handler in self.handlers.values():
             adapter.register_task_handle(JobFunction(calls, handler), handler.name)

@@ -88,6 +88,7 @@ class JobCalls:
         job_id: str,
         timeout_s: float | None = None,
         trace: str | None = None,
+        fairness_key: str = "",
     ) -> Any:
         """Call a handler. Returns a response, or a stream; its request id is that of the job.
 
@@ -101,7 +102,9 @@ class JobCalls:
         )
         context = _context_of(trace)
         context.run(CURRENT_CALL.set, Call(metadata, NO_WORK, NO_CONTEXT))
-        handle = self.handle.options(method_name=handler.method, stream=handler.streams)
+        handle = self.handle.options(
+            method_name=handler.method, stream=handler.streams, fairness_key=fairness_key
+        )
         return context.run(lambda: handle.remote(*given, **named))
 
 

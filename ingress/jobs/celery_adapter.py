@@ -149,6 +149,11 @@ class CeleryTaskProcessorAdapter(TaskProcessorAdapter):
                 "idempotency_key is an option of the embedded store: a broker keeps no keys; leave "
                 "adapter_config out, or have the handler look whether its work is done"
             )
+        if "fairness_key" in options:
+            raise TypeError(
+                "fairness_key is an option of the embedded store: a broker orders its jobs itself; "
+                "leave adapter_config out, or give each key a queue of its own"
+            )
         jsonable = self._opened.jsonable([args or [], kwargs or {}], f"arguments of {task_name!r}")
         args, kwargs = jsonable
         if (trace := current_trace()) is not None:

@@ -32,7 +32,7 @@ from ingress.jobs import table
 from ingress.jobs.calls import JobCalls, code_has_ended, has_begun, is_handed_back
 from ingress.jobs.payload import UnreadableArgumentsError, dumped
 from ingress.jobs.store import Store
-from ingress.jobs.table import Job, Limits, Outcome
+from ingress.jobs.table import Job, Limits, Outcome, Turns
 from ingress.telemetry.logs import logger
 
 DEFAULT_RETRIES = 3
@@ -46,7 +46,8 @@ HANDED_BACK = Outcome(State.WAITING, counts=False)
 class Consumer:
     """The jobs of one deployment that run. Owned by its loop, except where said otherwise.
 
-    `room` returns the number of the deployment's free slots; `counts` has the number of jobs in
+    `room` returns the number of the deployment's free slots, `slots_of` that of jobs of a fairness
+    key's turn; `counts` has the number of jobs in
     each state of `table.State`, at most a second old, and `ended` those that have ended here.
     """
 
@@ -57,6 +58,7 @@ class Consumer:
         store: Store,
         calls: JobCalls,
         room: Callable[[], int],
+        slots_of: Callable[[str], float],
     ) -> None:
         self.queue = config.queue_name
         retries = config.max_retries
@@ -69,6 +71,7 @@ class Consumer:
             config.unprocessable_task_queue_name,
         )
         self._store, self._calls, self._room = store, calls, room
+        self._turns = Turns(slots_of)
         self._running: dict[int, Any] = {}  # responses by the `seq` of their jobs; None before
         self._cancelled: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -192,7 +195,9 @@ class Consumer:
         )
         limit = max(self._room() - unbegun, 1 - unbegun, 0)
         store = self._store
-        request = (store.write if limit else store.read)(table.look, self.queue, limit, store.owner)
+        request = (store.write if limit else store.read)(
+            table.look, self.queue, limit, store.owner, self._turns
+        )
         jobs, due_s, cancelled = await asyncio.wrap_future(request)
         for job in jobs:
             self._running[job.seq] = None
@@ -244,6 +249,7 @@ class Consumer:
             response = self._running[job.seq] = self._calls.begin(
                 handler, args, kwargs,
                 job_id=job.id, timeout_s=self._options.timeout_s, trace=job.trace,
+                fairness_key=job.fairness_key,
             )  # fmt: skip
             if job.seq in self._cancelled:  # since the look that found both
                 response.cancel()

@@ -18,6 +18,7 @@ from ingress.core.base.task_models import (
     TaskResult,
 )
 from ingress.core.base.types import JobState as State
+from ingress.core.base.types import short_key
 from ingress.exceptions import TaskNotFoundError
 from ingress.jobs import table
 from ingress.jobs.calls import JobCalls, current_trace
@@ -26,7 +27,7 @@ from ingress.jobs.payload import dumped, loaded
 from ingress.jobs.store import Store, use_store
 from ingress.jobs.table import Job, NewJob
 
-OPTIONS = ("countdown", "eta", "task_id", "idempotency_key")
+OPTIONS = ("countdown", "eta", "task_id", "idempotency_key", "fairness_key")
 STATUS = {
     State.RUNNING: "STARTED",
     State.DONE: "SUCCESS",
@@ -41,7 +42,8 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
 
     `enqueue_task_sync` and its asynchronous half take Celery's options `countdown` (seconds), `eta`
     (a `datetime`, or Unix time) and `task_id`, and `idempotency_key`: a second enqueue with the key
-    of a job that the store still has returns that job.
+    of a job that the store still has returns that job. Jobs of one `fairness_key` take turns with
+    those of other keys.
     """
 
     def __init__(self, config: TaskProcessorConfig) -> None:
@@ -60,9 +62,11 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
         if self._store is None:
             self._store = use_store(self._options.path)
 
-    def consumer(self, calls: JobCalls, room: Callable[[], int]) -> Consumer:
+    def consumer(
+        self, calls: JobCalls, room: Callable[[], int], slots_of: Callable[[str], float]
+    ) -> Consumer:
         """Return the consumer of the queue, whose jobs become such calls."""
-        return Consumer(self._config, self._options, self._opened, calls, room)
+        return Consumer(self._config, self._options, self._opened, calls, room, slots_of)
 
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> NoReturn:
         raise self._no_consumer()
@@ -146,6 +150,7 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
             _delay_s(options),
             _text("idempotency_key", options),
             current_trace(),
+            short_key(_text("fairness_key", options) or ""),
         )
         return self._opened.write(table.put, new, is_durable=True)
 

@@ -354,7 +354,7 @@ def _prepared(db: sqlite3.Connection, given: str, fix: str) -> sqlite3.Connectio
     db.execute("begin immediate")
     # Race of two processes that make the file: the second finds the table.
     (version,) = db.execute("pragma user_version").fetchone()
-    for statement in table.SCHEMA.split(";") if version == 0 else ():
+    for statement in {0: table.SCHEMA, 1: table.UPGRADE}.get(version, "").split(";"):
         db.execute(statement)
     db.execute("commit")
     db.execute("pragma busy_timeout = 0")

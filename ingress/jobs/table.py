@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ingress.core.base.types import JobState as State
 
-VERSION = 1
+VERSION = 2
+MOST_IDLE = 1000  # keys without a job that is due, in one look: the next goes on there
 APPLICATION_ID = 0x696E6A6F  # "injo", in the header of the file
 
+_TURNS = "create index job_turn on job (queue, fairness_key, due, seq) where state = 'waiting'"
 SCHEMA = f"""
 create table job (
   seq integer primary key autoincrement, id text not null unique, queue text not null,
@@ -27,15 +29,22 @@ create table job (
   created real not null, updated real not null, tries integer not null default 0,
   crashes integer not null default 0, claim integer not null default 0, owner integer,
   cancelled integer not null default 0, key text, result text, error text, progress text,
-  trace text, expires real);
+  trace text, expires real, fairness_key text not null default '');
 create index job_due on job (queue, state, due, seq);
 create unique index job_key on job (queue, key) where key is not null;
 create index job_expires on job (expires) where expires is not null;
 create index job_owner on job (owner) where owner is not null;
+{_TURNS};
 create table owner (id integer primary key autoincrement);
 pragma application_id = {APPLICATION_ID};
 pragma user_version = {VERSION};
 """
+UPGRADE = f"""
+alter table job add column fairness_key text not null default '';
+{_TURNS};
+pragma user_version = {VERSION};
+"""
+"""From version 1."""
 
 
 NOT_OVER = (State.WAITING, State.RUNNING, State.DEAD, State.UNREADABLE)
@@ -73,6 +82,7 @@ class Job(NamedTuple):
     progress: str | None
     trace: str | None
     expires: float | None
+    fairness_key: str
 
 
 class NewJob(NamedTuple):
@@ -85,6 +95,20 @@ class NewJob(NamedTuple):
     delay_s: float = 0.0
     key: str | None = None
     trace: str | None = None
+    fairness_key: str = ""
+
+
+class Turns:
+    """The fairness key whose jobs a consumer takes now, and the jobs that its turn still has.
+
+    `slots_of` returns the number of jobs of a key's turn. Owned by the store's thread.
+    """
+
+    __slots__ = ("key", "left", "slots_of")
+
+    def __init__(self, slots_of: Callable[[str], float]) -> None:
+        self.slots_of = slots_of
+        self.key, self.left = "", 0
 
 
 class Limits(NamedTuple):
@@ -119,9 +143,12 @@ class Outcome(NamedTuple):
 def put(db: sqlite3.Connection, now: float, new: NewJob) -> Job:
     """Add a job. Returns the one that exists, if it has the same id, or the same key."""
     db.execute(
-        "insert into job (id, queue, name, payload, state, due, created, updated, key, trace) "
-        "values (?, ?, ?, ?, 'waiting', ?, ?, ?, ?, ?) on conflict do nothing",
-        (new.id, new.queue, new.name, new.payload, now + new.delay_s, now, now, new.key, new.trace),
+        "insert into job (id, queue, name, payload, state, due, created, updated, key, trace, "
+        "fairness_key) values (?, ?, ?, ?, 'waiting', ?, ?, ?, ?, ?, ?) on conflict do nothing",
+        (
+            *(new.id, new.queue, new.name, new.payload, now + new.delay_s, now, now),
+            *(new.key, new.trace, new.fairness_key),
+        ),
     )
     if (found := get(db, now, new.id)) is None:
         found = _one(db, "queue = ? and key = ?", (new.queue, new.key))
@@ -130,29 +157,56 @@ def put(db: sqlite3.Connection, now: float, new: NewJob) -> Job:
 
 
 def look(
-    db: sqlite3.Connection, now: float, queue: str, limit: int, owner: int
+    db: sqlite3.Connection, now: float, queue: str, limit: int, owner: int, turns: Turns
 ) -> tuple[list[Job], float | None, list[int]]:
-    """Take jobs to run. Returns them, the seconds until the next is due, and cancelled jobs.
+    """Take jobs to run, in turns of their keys.
 
-    The seconds are `None` if no other waits; the cancelled jobs are the `seq` of those that the
-    owner runs.
+    Returns them, the seconds until the next is due, and cancelled jobs. The seconds are `None` if
+    no other waits; the cancelled jobs are the `seq` of those that the owner runs.
     """
-    rows = (
-        limit
-        and db.execute(
-            "update job set state = 'running', owner = ?, claim = claim + 1, tries = tries + 1, "
-            "updated = ? where seq in (select seq from job where queue = ? and state = 'waiting' "
-            "and due <= ? order by due, seq limit ?) returning *",
-            (owner, now, queue, now, limit),
-        ).fetchall()
-    )
-    jobs = sorted(map(Job._make, rows or ()), key=lambda job: (job.due, job.seq))
+    jobs = _claimed(db, now, queue, limit, owner, turns)
     (due,) = db.execute(
         "select min(due) from job where queue = ? and state = 'waiting'", (queue,)
     ).fetchone()
     found = "select seq from job where owner = ? and state = 'running' and cancelled"
     cancelled = [seq for (seq,) in db.execute(found, (owner,))]
     return jobs, None if due is None else max(0.0, due - now), cancelled
+
+
+_OF_KEYS = "(fairness_key) from job indexed by job_turn where queue = :q and state = 'waiting'"
+_FOLLOWING = (
+    f"select coalesce((select min{_OF_KEYS} and fairness_key > :key), (select min{_OF_KEYS}))"
+)
+
+
+def _claimed(
+    db: sqlite3.Connection, now: float, queue: str, limit: int, owner: int, turns: Turns
+) -> list[Job]:
+    """Take jobs that are due, from key to key in their order as text."""
+    jobs: list[Job] = []
+    idle: set[str] = set()  # since the last job: the keys none of whose jobs are due
+    while len(jobs) < limit and len(idle) < MOST_IDLE:
+        if not turns.left:
+            (key,) = db.execute(_FOLLOWING, {"q": queue, "key": turns.key}).fetchone()
+            if key is None or key in idle:
+                break
+            is_alone = key == turns.key
+            turns.left = limit - len(jobs) if is_alone else round(turns.slots_of(key))
+            turns.key = key
+        room = min(turns.left, limit - len(jobs))
+        rows = db.execute(
+            "update job set state = 'running', owner = ?, claim = claim + 1, tries = tries + 1, "
+            "updated = ? where seq in (select seq from job where queue = ? and state = 'waiting' "
+            "and fairness_key = ? and due <= ? order by due, seq limit ?) returning *",
+            (owner, now, queue, turns.key, now, room),
+        ).fetchall()
+        jobs += sorted(map(Job._make, rows), key=lambda job: (job.due, job.seq))
+        turns.left = turns.left - room if len(rows) == room else 0
+        if rows:
+            idle.clear()
+        else:
+            idle.add(turns.key)
+    return jobs
 
 
 def finish(db: sqlite3.Connection, now: float, job: Job, outcome: Outcome, limits: Limits) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from ingress.core.base.counters import (
 )
 from ingress.serving.control.running import Member, RunningDeployment
 
+MOST_KEYS = 100  # of a deployment that are named: clients choose them
 GRAVEST = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DEPLOYING", "UPDATING", "NOT_STARTED")
 
 
@@ -149,6 +151,7 @@ class DeploymentSnapshot:
     is_settled     true if its replicas are as wanted, or a start or an update was given up
     undone_change  why the last change was given up and the options before are in use, or ""
     jobs           those of its queue, `None` if it has none
+    keys           the waiting calls of fairness keys, those with the most, and "other"
     """
 
     status: str
@@ -171,6 +174,7 @@ class DeploymentSnapshot:
     is_settled: bool = True
     undone_change: str = ""
     jobs: JobsSnapshot | None = None
+    keys: dict[str, int] = field(default_factory=dict)
 
     @property
     def ongoing(self) -> int:
@@ -197,6 +201,7 @@ class DeploymentSnapshot:
             target_replicas=0,
             queued=0,
             held_s=0.0,
+            keys={},
             replicas=[],
             jobs=self.jobs and JobsSnapshot(self.jobs.queue, ended=self.jobs.ended),
             ended=dict(list(self.counts().items())[-MAX_ENDED:]),
@@ -245,6 +250,7 @@ def deployment_snapshot(
         is_settled=has_failed or deployment.is_settled(),
         undone_change=deployment.rejected or (deployment.setbacks.problem if has_failed else ""),
         jobs=_jobs_snapshot(serving),
+        keys=router.queued_by_key(MOST_KEYS),
     )
     there = {each.replica_id for each in found.replicas}
     # Race with the end of a replica, which is kept before it is removed: it counts once.
@@ -273,6 +279,7 @@ def summed(parts: Sequence[DeploymentSnapshot]) -> DeploymentSnapshot:
         is_settled=all(part.is_settled for part in present),
         undone_change=joined(each.undone_change for each in present),
         jobs=_summed_jobs([each.jobs for each in parts if each.jobs is not None]),
+        keys=dict(sum((Counter(part.keys) for part in parts), Counter())),
     )
 
 

@@ -98,7 +98,7 @@ def test_a_local_name_is_no_global(load: Any, tmp_path: Path) -> None:
 
 
 def test_explain_says_that_replicas_are_processes(load: Any) -> None:
-    source = WRITES.replace("ISOLATION", 'isolation="process", num_replicas=2')
+    source = WRITES.replace("ISOLATION", 'isolation="process", num_replicas=2, fairness_key="x-t"')
     told = explain(load(source).Model.bind(), Settings(run_user_code_in_separate_thread=False))
 
     (deployment,) = as_json(told)["deployments"]
@@ -106,4 +106,5 @@ def test_explain_says_that_replicas_are_processes(load: Any) -> None:
     assert {row.places[0].thread for row in told.rows} == {"Model#N"}
     console = Output(width=200, record=True, quiet=False, file=StringIO())
     show(told, console)
-    assert "each in a process, event loop Model#N" in console.export_text()
+    place = "in turns by x-t, each in a process, event loop Model#N"
+    assert place in console.export_text()

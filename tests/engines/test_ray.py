@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,8 @@ def test_jobs_in_a_file_of_one_machine_are_refused() -> None:
 
 
 def test_every_option_of_a_deployment_has_its_place_on_ray() -> None:
-    assert {*lowering.PASSED, *lowering.OURS} == {*DeploymentConfig.model_fields}
-    assert not lowering.PASSED & lowering.OURS
+    places = lowering.PASSED, lowering.OURS, lowering.REFUSED
+    assert sorted(chain(*places)) == sorted(DeploymentConfig.model_fields)
 
 
 def test_what_was_not_given_is_left_to_ray_but_for_our_defaults() -> None:
@@ -176,8 +177,10 @@ def test_workers_import_from_where_this_process_does_but_for_what_comes_with_its
             {"autoscaling_config": {"policy": {"policy_function": "ingress:mine"}}},
             "policy_function='ingress:mine' of deployment 'Plain' cannot run on Ray",
         ),
+        ({"fairness_key": "x-tenant"}, "fairness_key of deployment 'Plain' cannot be set on Ray"),
+        ({"fairness_config": {"weights": {"a": 2}}}, "fairness_config of deployment 'Plain' "),
     ],
-    ids=["router", "policy"],
+    ids=["router", "policy", "key", "weights"],
 )
 def test_what_cannot_work_on_ray_is_refused_by_name(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

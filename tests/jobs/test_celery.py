@@ -154,6 +154,8 @@ def test_failures_and_what_no_handler_can_read_go_to_their_queues(jobs: Jobs) ->
 def test_what_cannot_be_is_refused_with_the_fix(jobs: Jobs) -> None:
     with pytest.raises(TypeError, match="an option of the embedded store"):
         jobs.adapter.enqueue_task_sync("index", idempotency_key="a")
+    with pytest.raises(TypeError, match="a broker orders its jobs itself"):
+        jobs.adapter.enqueue_task_sync("index", fairness_key="a")
     with pytest.raises(TaskPayloadError, match="cannot be written as JSON"):
         jobs.adapter.enqueue_task_sync("index", [object()])
     config = config_of(app_custom_config={"worker_pool": "solo", "task_acks_late": False})

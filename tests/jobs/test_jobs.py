@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 import ingress as serve
+from ingress.core.calls.call import CURRENT_CALL
 from ingress.exceptions import TaskNotFoundError, TaskPayloadError
 from ingress.jobs import store
 from ingress.schema import (
@@ -304,6 +305,31 @@ def test_a_job_begins_when_it_is_due(jobs: Jobs) -> None:
     assert {adapter.get_task_status_sync(each).status for each in waiting} == {"PENDING"}
 
 
+def test_jobs_take_turns_by_their_keys_which_the_calls_they_make_have_too(
+    jobs: Jobs, gate: Gate
+) -> None:
+    begun: list[str] = []
+
+    class Turns(Waits):
+        @task_handler
+        async def note(self, name: str) -> str:
+            begun.append(name)
+            return CURRENT_CALL.get().metadata.fairness_key
+
+    Turns.gate = gate
+    weights = {"weights": {"b": 2}}
+    jobs.deploy(Turns, max_ongoing_requests=1, fairness_config=weights)
+    adapter = jobs.adapter
+    adapter.enqueue_task_sync("stuck", fairness_key="z")
+    wait_until(lambda: gate.inside)
+    names = ("a1", "a2", "a3", "a4", "b1", "b2", "b3")
+    ids = [adapter.enqueue_task_sync("note", [n], fairness_key=n[0]).id for n in names]
+    gate.go.count_down()
+    assert [jobs.end(each).result for each in ids] == [name[0] for name in names]
+    # One more than there are slots waits as a call: the first.
+    assert begun == ["a1", "b1", "b2", "a2", "b3", "a3", "a4"]
+
+
 def test_jobs_take_slots_and_a_deployment_without_replicas_wakes_for_them(jobs: Jobs) -> None:
     at_once: list[int] = []
     running: list[int] = []
@@ -521,6 +547,7 @@ def test_a_mistake_is_told_where_it_is_made(mistake: Callable[[], Any], error: s
         ({"eta": "tomorrow"}, "eta must be a datetime"),
         ({"task_id": ""}, "task_id must be a text"),
         ({"idempotency_key": 3}, "idempotency_key must be a text"),
+        ({"fairness_key": 3}, "fairness_key must be a text"),
         ({"args": "a.pdf"}, "args must be a list"),
         ({"kwargs": [1]}, "kwargs must be a dict"),
     ],

@@ -19,7 +19,7 @@ from ingress.core.base.types import JobState as State
 from ingress.exceptions import TaskQueueError
 from ingress.jobs import store, table
 from ingress.jobs.store import Clock, Store, use_store
-from ingress.jobs.table import Job, Limits, NewJob, Outcome
+from ingress.jobs.table import Job, Limits, NewJob, Outcome, Turns
 from tests.servers import run_python, wait_until
 
 LIMITS = Limits(60.0, 3, None, None)
@@ -44,7 +44,11 @@ def put(store: Store, id: str = "1", **changes: Any) -> Job:
 
 
 def taken(store: Store, limit: int = 1) -> list[Job]:
-    jobs, _, _ = store.write(table.look, "q", limit, store.owner).result()
+    return taken_in(Turns(lambda key: 1.0), store, limit)
+
+
+def taken_in(turns: Turns, store: Store, limit: int = 1) -> list[Job]:
+    jobs, _, _ = store.write(table.look, "q", limit, store.owner, turns).result()
     return jobs
 
 
@@ -229,7 +233,8 @@ from ingress.jobs.store import use_store
 jobs = use_store(sys.argv[1])
 jobs.write(jobs.own).result()
 jobs.watch("the test", lambda: None)
-found, _, _ = jobs.write(table.look, "q", 2, jobs.owner).result()
+turns = table.Turns(lambda key: 1.0)
+found, _, _ = jobs.write(table.look, "q", 2, jobs.owner, turns).result()
 print(f"owner {jobs.owner} has {len(found)}", flush=True)
 sys.stdin.read()
 """
@@ -315,3 +320,79 @@ def test_no_request_is_lost_to_the_end_of_an_idle_thread(
     with ThreadPoolExecutor(4) as pool:
         ids = list(pool.map(lambda number: put(jobs, str(number)).id, range(40)))
     assert len(jobs.read(table.listed, "q").result()) == len(ids)
+
+
+def test_jobs_take_turns_by_their_keys_and_weights_and_wait_for_their_time(
+    tmp_path: Path,
+) -> None:
+    jobs = opened(tmp_path)
+    for number, key in enumerate(["a"] * 6 + ["b", "", "gold", "gold", "gold"]):
+        put(jobs, f"{key}{number}", fairness_key=key)
+    put(jobs, "a-later", fairness_key="a", delay_s=3600.0)
+    put(jobs, "z-later", fairness_key="z", delay_s=3600.0)
+    turns = Turns(lambda key: 2.0 if key == "gold" else 1.0)
+
+    order = [job.id for _ in range(6) for job in taken_in(turns, jobs, 2)]
+
+    assert order == [
+        *("a0", "b6", "gold8", "gold9", "7", "a1", "gold10", "a2", "a3", "a4", "a5"),
+    ]
+    assert taken_in(turns, jobs, 2) == []
+
+
+def test_jobs_without_keys_and_jobs_of_one_key_are_taken_as_they_are_due(tmp_path: Path) -> None:
+    jobs = opened(tmp_path)
+    for key in ("", "a"):
+        for number in range(3):
+            put(jobs, f"{key}{number}", fairness_key=key)
+        assert [job.id for job in taken(jobs, 5)] == [f"{key}{number}" for number in range(3)]
+
+
+def test_many_keys_cost_a_look_no_search_through_their_jobs(tmp_path: Path) -> None:
+    jobs = opened(tmp_path)
+    insert = (
+        "with recursive n(i) as (select 1 union all select i + 1 from n where i < 50000) "
+        "insert into job (id, queue, name, payload, state, due, created, updated, fairness_key) "
+        "select i, 'q', 'work', '[]', 'waiting', 0, 0, 0, 'k' || (i % 500) from n"
+    )
+    jobs.write(lambda db, now: db.execute(insert)).result()
+    turns = Turns(lambda key: 1.0)
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    jobs.write(lambda db, now: db.set_progress_handler(count, 100)).result()
+    keys = {job.fairness_key for job in taken_in(turns, jobs, 10)}
+
+    assert len(keys) == 10
+    assert steps < 200, "of 100 instructions of SQLite"
+
+
+VERSION_1 = """
+create table job (
+  seq integer primary key autoincrement, id text not null unique, queue text not null,
+  name text not null, payload text not null, state text not null, due real not null,
+  created real not null, updated real not null, tries integer not null default 0,
+  crashes integer not null default 0, claim integer not null default 0, owner integer,
+  cancelled integer not null default 0, key text, result text, error text, progress text,
+  trace text, expires real);
+create index job_due on job (queue, state, due, seq);
+create table owner (id integer primary key autoincrement);
+insert into job (id, queue, name, payload, state, due, created, updated)
+  values ('old', 'q', 'work', '[[], {}]', 'waiting', 0, 0, 0);
+pragma user_version = 1;
+"""
+
+
+def test_a_file_of_the_version_before_is_used_on_with_its_jobs(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / "jobs.db")
+    db.executescript(f"{VERSION_1}pragma application_id = {table.APPLICATION_ID};")
+    db.close()
+
+    jobs = opened(tmp_path)
+    put(jobs, "new", fairness_key="a")
+
+    assert {job.id: job.fairness_key for job in taken(jobs, 2)} == {"old": "", "new": "a"}

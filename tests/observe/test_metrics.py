@@ -32,7 +32,7 @@ from ingress.core.base.counters import (
 )
 from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
-from ingress.observe.admin.exposition import exposition
+from ingress.observe.admin.exposition import RouteLimit, exposition
 from ingress.observe.admin.families import COUNTER, FAMILIES, HISTOGRAM
 from ingress.observe.admin.listener import as_json
 from ingress.state.applications import ApplicationSnapshot
@@ -105,6 +105,7 @@ def everything(*, replicas: int = 1) -> Snapshot:
                          {"db": LaneLoad(4, 1, 2)}, ["a", "b"], {"Model.predict": 5}, counts)
          for n in range(replicas)],
         jobs=JobsSnapshot("q", 3, 1, 2, 1, 1, 9.0, {"done": 4, "dead": 1}),
+        keys={"a": 5, "c": 2, "other": 9},
     )  # fmt: skip
     application = ApplicationSnapshot("RUNNING", "", "/", 0.0, {"Model": deployment})
     return Snapshot(
@@ -366,6 +367,19 @@ def test_at_most_100_models_of_a_replica_are_shown() -> None:
     shown = [name for name, _ in found if name == "ray_serve_registered_multiplexed_model_id"]
     assert len(shown) == 100
     assert value(found, "ray_serve_num_multiplexed_models", **REPLICA) == 150
+
+
+def test_the_keys_with_the_most_calls_are_named_as_the_busiest_routes_are() -> None:
+    snapshot = everything()
+    snapshot.applications[NAMED].deployments["Model"].keys["b"] = 7
+    found = samples(exposition(RouteLimit(2).limited(snapshot)).decode())
+
+    queued = {
+        dict(labels)["key"]: number
+        for (name, labels), number in found.items()
+        if name == "ingress_queued_by_key"
+    }
+    assert queued == {"other": 16, "b": 7}
 
 
 def labels_of(text: bytes) -> list[str]:

@@ -28,6 +28,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ingress.core.base.types import short_key
+
 # HTTP methods whose requests may run twice: RFC 9110, 9.2.2.
 IDEMPOTENT_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PUT", "TRACE"})
 
@@ -267,6 +269,17 @@ LaneLimits = Annotated[
             and all(is_lane(name) and _is_int(limit, at_least=1) for name, limit in v.items())
         ),
     ),
+]
+KeyWeights = Annotated[
+    dict[str, float],
+    _must_be(
+        "a dict from fairness keys to their weights, such as {'gold': 4}; a weight is a number > 0",
+        lambda v: (
+            isinstance(v, dict)
+            and all(isinstance(k, str) and is_number(w) and w > 0 for k, w in v.items())
+        ),
+    ),
+    AfterValidator(lambda v: {short_key(key): weight for key, weight in v.items()}),
 ]
 IdempotentMethods = Annotated[
     list[str],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
 from random import getrandbits
 from typing import NamedTuple
 
@@ -57,8 +58,9 @@ class RequestMetadata(NamedTuple):
     `route` is the HTTP path prefix of the request ("" for none), or, for a call that is made in a
     request, the request's path template. `app_name` is the application that received the request
     ("" for the application of `deployment`). `deadline` is in seconds of `time.monotonic()`.
-    `session_id` is for policies that route by it. `priority` is a value of `PRIORITIES`. A tuple,
-    because one is made per request, and a frozen dataclass takes three times as long (1 us).
+    `session_id` is for policies that route by it. `priority` is a value of `PRIORITIES`; calls of
+    one `fairness_key` share a place in a fair queue. A tuple, because one is made per request, and
+    a frozen dataclass takes three times as long (1 us).
     """
 
     request_id: str
@@ -72,6 +74,7 @@ class RequestMetadata(NamedTuple):
     deadline: float | None = None
     session_id: str = ""
     priority: int = 0
+    fairness_key: str = ""
 
 
 class JobState(StrEnum):
@@ -86,6 +89,16 @@ class JobState(StrEnum):
 
 
 PRIORITIES = {"high": 1, "normal": 0, "low": -1}
+
+
+_MOST_OF_KEY = 200
+
+
+def short_key(key: str) -> str:
+    """Return a fairness key, or a digest of one that is long or cannot be printed."""
+    if len(key) <= _MOST_OF_KEY and key.isprintable():
+        return key
+    return blake2b(key.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def new_request_id() -> str:

@@ -9,6 +9,7 @@
     retry_started_methods (`HTTPOptions`)    refused: the proxies there are Ray's
     the limits of `HTTPLimits`               refused too
     jobs in the embedded store               refused: nodes share no file
+    fairness_key, fairness_config            refused: the queue there is Ray's
 
 Source of Ray's names: Ray 2.60.0, serve/config.py. Does not import Ray.
 """
@@ -72,6 +73,7 @@ OURS = frozenset(
 There each replica has a process, so that it shares no object and no loop, for each value of `loop`
 and of `isolation`. Ray retires no replica: the two limits have no effect there.
 """
+REFUSED = frozenset({"fairness_config", "fairness_key"})
 
 
 def options_for_ray(
@@ -90,6 +92,11 @@ def options_for_ray(
             f"the jobs of deployment {built.name!r} are in a file of one machine, which the nodes "
             "of a Ray cluster do not share; give TaskProcessorConfig(adapter_config="
             "CeleryAdapterConfig(broker_url=..., backend_url=...)), or run it with --engine local"
+        )
+    for name in sorted(REFUSED & config.changed().keys()):
+        raise ValueError(
+            f"{name} of deployment {built.name!r} cannot be set on Ray, whose routers know no keys "
+            "of calls; leave it out there, or run it with --engine local"
         )
     options: dict[str, object] = {
         "name": built.name,

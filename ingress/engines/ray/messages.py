@@ -79,11 +79,11 @@ class ReplicaSpec:
 def as_sent(metadata: RequestMetadata) -> RequestMetadata:
     """Return a call's metadata as they cross: `deadline` is the time that is left.
 
-    Ray's router has used the session id, and knows no priorities.
+    Ray's router has used the session id, and knows no priorities and no fairness keys.
     """
     deadline = metadata.deadline
     left_s = None if deadline is None else max(0.0, deadline - monotonic())
-    return metadata._replace(deadline=left_s, session_id="", priority=0)
+    return metadata._replace(deadline=left_s, session_id="", priority=0, fairness_key="")
 
 
 def as_arrived(sent: RequestMetadata) -> RequestMetadata:

@@ -166,7 +166,9 @@ class RayReplica:
         if (found := consumer_of(target)) is not None:
             handle: DeploymentHandle = DeploymentHandle(self._deployment, self._directory)
             slots = self._config.max_ongoing_requests
-            self._consumer = await asyncio.to_thread(found.open, handle, lambda: 0, slots)
+            self._consumer = await asyncio.to_thread(
+                found.open, handle, lambda: 0, slots, lambda key: 1.0
+            )
             self._consumer.begin()
         self._metrics = ReplicaMetrics(self._replica)
 

@@ -195,6 +195,8 @@ def _add_deployment(lines: _Lines, app: str, name: str, deployment: DeploymentSn
     for replica, counts in deployment.counts().items():
         _add_counts(lines, _labels(application=app, deployment=name, replica=replica), counts)
     _add_gauges(lines, app, name, deployment.replicas)
+    for key, queued in deployment.keys.items():
+        lines.add(_and(labels, key=key), (f.QUEUED_BY_KEY, queued))
     if (jobs := deployment.jobs) is not None:
         with_queue = _and(labels, queue=jobs.queue)
         lines.add(with_queue, (f.JOBS_OLDEST, jobs.oldest_s))
@@ -370,7 +372,7 @@ class RouteLimit:
                 names = self._names.setdefault(name, {"": ""})
                 _name_new(names, _requests(application), self.most)
             deployments = {
-                each: _renamed(deployment, names)
+                each: _renamed(deployment, names, self.most)
                 for each, deployment in application.deployments.items()
             }
             applications[name] = replace(application, deployments=deployments)
@@ -399,11 +401,16 @@ def _name_new(names: dict[str, str], requests: Counter[str], most: int) -> None:
             named += named < most
 
 
-def _renamed(deployment: DeploymentSnapshot, names: dict[str, str]) -> DeploymentSnapshot:
+def _renamed(
+    deployment: DeploymentSnapshot, names: dict[str, str], most_keys: int
+) -> DeploymentSnapshot:
     http = [HTTPCount(names[e.route], e.method, e.status, e.latency) for e in deployment.http]
+    keys = Counter(deployment.keys)
+    named = Counter(dict(keys.most_common(most_keys)))
     return replace(
         deployment,
         http=summed_http([http]),
+        keys=named + Counter({OTHER: keys.total() - named.total()}),
         replicas=[replace(e, counts=e.counts.renamed(names)) for e in deployment.replicas],
         ended={name: each.renamed(names) for name, each in deployment.ended.items()},
     )

@@ -69,6 +69,12 @@ QUEUED = Family(
     "Calls that wait for a slot.",
     lambda each: each.queued,
 )
+QUEUED_BY_KEY = Family(
+    "ingress_queued_by_key",
+    GAUGE,
+    (*DEPLOYMENT, "key"),
+    "Calls that wait for a slot, by their fairness key; those of most keys are one, other.",
+)
 AT_REPLICAS = Family(
     "ray_serve_num_ongoing_requests_at_replicas",
     GAUGE,

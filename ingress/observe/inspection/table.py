@@ -17,6 +17,7 @@ from ingress.core.base.settings import (
     SYNC_IN_THREADPOOL,
     USER_CODE_IN_SEPARATE_THREAD,
 )
+from ingress.core.execution.execution import name_of
 from ingress.observe.inspection.budget import counted
 from ingress.observe.inspection.explain import Explanation, Finding, Level, Place, Row, has_own_loop
 
@@ -171,6 +172,8 @@ def _title(each: BuiltDeployment, explanation: Explanation) -> Text:
     if config.isolation == "process":
         loop = f"each in a process, {loop}"
     many = f"{counted(replicas, 'replica')} x {config.max_ongoing_requests} requests at once"
+    if (key := config.fairness_key) is not None:
+        many += f", in turns by {key if isinstance(key, str) else name_of(key)}"
     return Text(each.name, "bold") + f"  {many}, {loop}"
 
 

@@ -5,7 +5,8 @@
     user_config                            `reconfigure`, one replica after another: it gets no new
                                            calls, its calls end, it is reconfigured, it is back
     max_ongoing_requests                   slots and threads of each replica
-    max_queued_requests, backpressure      the queue
+    max_queued_requests, backpressure,     the queue
+    fairness
     health, shutdown, retries, updates,    apply from the next time that they are used
     limits of a replica's life
 
@@ -23,6 +24,7 @@ from ingress.autoscaling_policy import bounded
 from ingress.config import DeploymentConfig
 from ingress.serving.control.running import RunningDeployment, Version
 from ingress.serving.control.scaling import scaler_of
+from ingress.serving.replicas.fairness import fairness_of
 
 if TYPE_CHECKING:  # it imports this module
     from ingress.serving.control.reconciler import Reconciler
@@ -32,6 +34,8 @@ IN_PLACE = frozenset(
     {
         "autoscaling_config",
         "backpressure_config",
+        "fairness_config",
+        "fairness_key",
         "graceful_shutdown_timeout_s",
         "graceful_shutdown_wait_loop_s",
         "health_check_period_s",
@@ -116,6 +120,7 @@ def checked(
             )
         check_count(name, after)
         scaler_of(after)  # its policy can be imported
+        fairness_of(after)
         configs[name] = after
     return configs
 
@@ -128,7 +133,9 @@ def apply(
     if "user_config" in found:
         deployment.change_user_config(config)
     deployment.using = replace(deployment.using, config=config)
-    deployment.router.limit(config.max_queued_requests, config.backpressure_config)
+    deployment.router.limit(
+        config.max_queued_requests, config.backpressure_config, fairness_of(config)
+    )
     deployment.router.graceful_shutdown_timeout_s = config.graceful_shutdown_timeout_s
     if found.keys() & _NUMBERS:
         deployment.using = replace(deployment.using, scaler=scaler_of(config))

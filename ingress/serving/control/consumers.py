@@ -52,7 +52,14 @@ class ConsumerOf(Protocol):
     def is_of_one_machine(self) -> bool:
         """Return whether its jobs are in a file, which other machines do not reach."""
 
-    def open(self, handle: DeploymentHandle, room: Callable[[], int], slots: int) -> Consumer: ...
+    def open(
+        self,
+        handle: DeploymentHandle,
+        room: Callable[[], int],
+        slots: int,
+        slots_of: Callable[[str], float],
+    ) -> Consumer:
+        """Connect. `slots_of` returns the number of jobs of a fairness key's turn."""
 
 
 def consumer_of(func_or_class: Any) -> ConsumerOf | None:

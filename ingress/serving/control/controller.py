@@ -31,6 +31,7 @@ from ingress.serving.control.reconciler import LAST_WORDS_S, MakeHandle, Reconci
 from ingress.serving.control.running import RunningApplication, RunningDeployment, Version
 from ingress.serving.control.scaling import scaler_of
 from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.replicas.fairness import fairness_of
 from ingress.serving.replicas.router import Router
 from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import described
@@ -120,7 +121,9 @@ class Controller:
         slots = deployment.config.max_ongoing_requests * max(1, deployment.desired.count)
         handle = self._make_handle(deployment.router.deployment_id)
         try:
-            consumer = await asyncio.to_thread(found.open, handle, deployment.room, slots)
+            consumer = await asyncio.to_thread(
+                found.open, handle, deployment.room, slots, deployment.slots_of
+            )
         except Exception as error:
             raise RuntimeError(
                 f"Deploying application '{running.name}' failed: the task consumer of deployment "
@@ -227,6 +230,7 @@ class Controller:
             later=partial(mailbox_of(loop).post, loop.call_later),  # in any thread
             bound_app=built.bound_app,
             routing=config.request_router_config,
+            fairness=fairness_of(config),
             graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
         )
         return RunningDeployment(router, proxy, Version(built, config, factories))

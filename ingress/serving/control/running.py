@@ -13,7 +13,7 @@ from random import random
 from typing import Any
 
 from ingress.app.declaration.build import BuiltDeployment
-from ingress.config import DeploymentConfig
+from ingress.config import DeploymentConfig, FairnessConfig
 from ingress.core.base.counters import ReplicaCounts
 from ingress.schema import ApplicationStatus, DeploymentStatus
 from ingress.serving.control.consumers import Consumer
@@ -29,6 +29,7 @@ from ingress.serving.control.plan import (
 )
 from ingress.serving.control.scaling import Scaler
 from ingress.serving.http.proxy import Condition, HTTPProxy
+from ingress.serving.replicas.fairness import fairness_of
 from ingress.serving.replicas.host import OwnPart
 from ingress.serving.replicas.replica import Replica, ReplicaState
 from ingress.serving.replicas.router import Router
@@ -348,6 +349,10 @@ class RunningDeployment:
         serving = [each.replica.slots for each in list(self.members) if each.phase is Phase.SERVING]
         return sum(max(0, each.max_ongoing - each.ongoing) for each in serving)
 
+    def slots_of(self, key: str) -> float:
+        """Return the number of jobs of a fairness key's turn."""
+        return (self.config.fairness_config or FairnessConfig()).slots_of(key)
+
     def waiting(self) -> int:
         """Return the number of calls and jobs that wait for a slot."""
         jobs = 0 if self.consumer is None else self.consumer.waiting()
@@ -453,10 +458,11 @@ class RunningDeployment:
 
     def use(self, version: Version) -> None:
         """Desire replicas of a version. Those of another one are replaced."""
+        config, fairness = version.config, fairness_of(version.config)
         self.using, self.is_untried, self.rejected = version, False, ""
         bound_app = version.built.bound_app
-        self.router.limit(version.config.max_queued_requests, version.config.backpressure_config)
-        self.router.graceful_shutdown_timeout_s = version.config.graceful_shutdown_timeout_s
+        self.router.limit(config.max_queued_requests, config.backpressure_config, fairness)
+        self.router.graceful_shutdown_timeout_s = config.graceful_shutdown_timeout_s
         self.router.bound_app = bound_app
         if bound_app is not None:
             self.router.templates = bound_app.templates()

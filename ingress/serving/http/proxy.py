@@ -123,6 +123,18 @@ def _allowing_origin(route: Route | None, scope: Scope, response: Response) -> R
     return allowing_origin(app, route.prefix, scope, response)
 
 
+def _with_key(
+    metadata: RequestMetadata, key_of: Callable[[Scope], str], router: Router, scope: Scope
+) -> RequestMetadata:
+    """Return the metadata with the request's fairness key. Raises what user code raises."""
+    try:
+        return metadata._replace(fairness_key=key_of(scope))
+    except Exception:  # the server answers and logs it
+        method = scope.get("method", "WS")
+        router.http.of(get_ident(), metadata.route, method, 500).add(0.0)
+        raise
+
+
 def _turn_away(
     refused: BackPressureError,
     router: Router,
@@ -210,12 +222,14 @@ class HTTPProxy:
         metadata, headers, now = read_head(
             scope, router.deployment_id, prefix, limits.timeout_s, limits.headers
         )
+        if (key_of := router.key_of) is not None:
+            metadata = _with_key(metadata, key_of, router, scope)
         is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
         if is_listed:
             self._budget.deposit()
         is_bodiless = has_no_body(receive)
         if is_bodiless and not router.available and scope["type"] == "http":
-            refused = router.turns_away(metadata.deadline)
+            refused = router.turns_away(metadata.deadline, metadata.fairness_key)
             if refused is not None:
                 return _turn_away(refused, router, metadata, scope, receive, send)
         # What user code gets: with the request's id, and without a mounting app.

@@ -117,6 +117,7 @@ class ChildCalls:
             multiplexed_model_id=metadata.multiplexed_model_id,
             session_id=metadata.session_id,
             priority=_PRIORITY_NAMES[metadata.priority],
+            fairness_key=metadata.fairness_key,
         )
         context = Context()
         adopt(envelope[-1], context)

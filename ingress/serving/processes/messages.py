@@ -189,9 +189,9 @@ def trace_id_in(content: memoryview) -> str:
     return trace_id
 
 
-Envelope: TypeAlias = tuple[str, str, str, str, str, float | None, str, int, SpanHeaders]
+Envelope: TypeAlias = tuple[str, str, str, str, str, float | None, str, int, str, SpanHeaders]
 """Request id, route, application, method, model id, seconds until the deadline, session id,
-priority, and the span."""
+priority, fairness key, and the span."""
 
 
 def envelope_of(metadata: RequestMetadata, span: SpanHeaders) -> Envelope:
@@ -206,15 +206,16 @@ def envelope_of(metadata: RequestMetadata, span: SpanHeaders) -> Envelope:
         None if deadline is None else deadline - monotonic(),
         metadata.session_id,
         metadata.priority,
+        metadata.fairness_key,
         span,
     )
 
 
 def check(envelope: Sequence[object]) -> None:
     """Raise `TypeError` for an envelope that a child has not made as `envelope_of` does."""
-    *texts, left_s, session_id, priority, span = envelope
+    *texts, left_s, session_id, priority, key, span = envelope
     if (
-        not all(isinstance(each, str) for each in (*texts, session_id))
+        not all(isinstance(each, str) for each in (*texts, session_id, key))
         or not (left_s is None or (isinstance(left_s, float) and isfinite(left_s)))
         or not isinstance(priority, int)
         or not isinstance(span, dict | None)
@@ -226,7 +227,9 @@ def metadata_of(
     envelope: Envelope, deployment: DeploymentID, *, is_http: bool, is_streaming: bool
 ) -> RequestMetadata:
     """Return the metadata of a call that has arrived, with the deadline on this process's clock."""
-    request_id, route, app_name, method_name, model_id, left_s, session_id, priority, _ = envelope
+    request_id, route, app_name, method_name, model_id, left_s, session_id, priority, key, _ = (
+        envelope
+    )
     deadline = None if left_s is None else monotonic() + left_s
     return RequestMetadata(
         request_id,
@@ -240,6 +243,7 @@ def metadata_of(
         deadline,
         session_id,
         priority,
+        key,
     )
 
 

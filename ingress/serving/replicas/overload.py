@@ -21,8 +21,8 @@ Sources: Nichols and Jacobson, "Controlling Queue Delay" (2012); Maurer, "Fail a
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
+from math import inf
 from typing import NamedTuple
 
 from ingress.core.calls.call import Call
@@ -182,7 +182,7 @@ class WaitingCalls:
 
     def _next_class(self) -> OrderedDict[Call, float]:
         """Return the class whose first call is next. A call of some priority waits."""
-        first, earliest = self._calls, math.inf
+        first, earliest = self._calls, inf
         for priority, calls in ((0, self._calls), *self._others.items()):
             if calls:
                 since = next(iter(calls.values())) - priority * HEAD_START_S
@@ -195,19 +195,22 @@ class WaitingCalls:
         """Return whether a call without a deadline waits."""
         return self._without_deadline > 0
 
-    def turns_away(self, deadline: float, now: float) -> str:
+    def turns_away(self, deadline: float, now: float, key: str = "", ahead: float = inf) -> str:
         """Return why a call that comes now cannot get a slot in time, "" if it may.
+
+        `ahead` is the number of calls that go before this one, if others wait that do not.
 
         A queue that is served newest first would serve this call, and shed an older one for it, at
         its deadline: the older call has cost more by then, and its client has waited for nothing.
         """
         left_s = deadline - now
         turns = self._rate.turns_in(left_s, now)
-        if turns is None or len(self) <= max(turns, MIN_TURNS):
+        ahead = min(ahead, self.size)
+        if turns is None or ahead <= max(turns, MIN_TURNS):
             return ""
         return (
             f"{left_s:.3f} s are left to answer the request, about {turns:.0f} requests start in "
-            f"that time, and {len(self)} requests wait"
+            f"that time, and {ahead:.0f} requests wait"
         )
 
     def add(self, call: Call, now: float) -> None:

@@ -4,10 +4,11 @@
     release   take a slot back and hand it to the first waiting call, in one critical section
     reassign  `assign` for a call whose replica was gone before the call began; it is queued first
 
-A free slot goes to a waiting call at once, and calls are served in order of arrival. The exception
-is overload: `replicas.overload` gives calls with a deadline another order. The lock is held for a
-few lines, in which the default policy chooses; others rank the replicas before, without it. It is
-never held while another lock is taken, and no callback of a call runs under it.
+A free slot goes to a waiting call at once, and calls are served in order of arrival. The exceptions
+are overload, `replicas.overload`, which gives calls with a deadline another order, and fairness
+keys, `replicas.fairness`, by which calls take turns. The lock is held for a few lines, in which the
+default policy chooses; others rank the replicas before, without it. It is never held while another
+lock is taken, and no callback of a call runs under it.
 
 `Admission` says whether a replica may get a call now. One that begins calls late is held: the calls
 that it cannot begin yet wait in the queue, where they can still go to another replica, be overtaken
@@ -40,6 +41,7 @@ from ingress.serving.replicas.admission import (
     AdmittingRunner,
 )
 from ingress.serving.replicas.choosing import Chooser, RoutedCalls, policy_of
+from ingress.serving.replicas.fairness import FairCalls, Fairness
 from ingress.serving.replicas.overload import Shed, UsualTimes, WaitingCalls
 from ingress.serving.replicas.two_choices import TwoChoices
 
@@ -48,13 +50,14 @@ class Router:
     """The router of one deployment, for all its callers. Thread-safe.
 
     `max_queued_requests` is -1 for no limit; `backpressure` says how a call beyond it is refused.
+    `key_of` returns the fairness key of a request, `None` if requests have none.
     `later(delay_s, callback)` calls `callback` after a delay, on one of the framework's loops.
     """
 
     __slots__ = (
-        "_backpressure", "_chooser", "_held", "_holders", "_idle", "_last", "_later",
+        "_backpressure", "_chooser", "_fairness", "_held", "_holders", "_idle", "_last", "_later",
         "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
-        "available", "bound_app", "deployment_id", "graceful_shutdown_timeout_s", "http",
+        "available", "bound_app", "deployment_id", "graceful_shutdown_timeout_s", "http", "key_of",
         "max_queued_requests", "num_expired", "num_rejected", "num_requests", "num_retries",
         "num_shed", "replicas", "templates",
     )  # fmt: skip
@@ -69,14 +72,13 @@ class Router:
         later: Callable[[float, Callable[[], Any]], Any] = lambda delay_s, callback: callback(),
         bound_app: BoundApp | None = None,
         routing: RequestRouterConfig | None = None,
+        fairness: Fairness | None = None,
         graceful_shutdown_timeout_s: float = 20.0,
     ) -> None:
         self.deployment_id = deployment_id
         self.bound_app = bound_app  # of `@serve.ingress`
         self.templates = RouteTemplates() if bound_app is None else bound_app.templates()
-        self.max_queued_requests = max_queued_requests
         self.graceful_shutdown_timeout_s = graceful_shutdown_timeout_s
-        self._backpressure = backpressure or BackpressureConfig()
         self._max_retries = max_retries
         self._later = later
         self.num_requests = 0  # accepted so far: `serve_num_router_requests`
@@ -104,6 +106,7 @@ class Router:
                 self._fail,
                 partial(self._listed, waiting),
             )
+        self.limit(max_queued_requests, backpressure, fairness)
         self._resting: set[Call] = set()  # the calls that go to another replica after a pause
         self._held: set[Admission] = set()  # of the replicas that are late
         self._holders: set[Call] = set()  # the calls that have a slot
@@ -144,6 +147,7 @@ class Router:
         """Start the call on a replica now, queue it, or settle it as refused."""
         refused: Exception | None = None
         replica: AdmittingRunner | None = None
+        yielding: list[Call] = []
         call.queue = self
         with self._lock:
             if self._refuses is not None:
@@ -153,8 +157,11 @@ class Router:
                 replica = self._reserve(call)
             else:
                 now = monotonic()
+                deadline, key = call.metadata.deadline, call.metadata.fairness_key
+                if key:
+                    self._become_fair()
                 if self._chooser is None or not self._may_find_a_slot():
-                    refused = self._full(call.metadata.deadline, now)
+                    refused = self._full(deadline, key, now, yielding)
                 if refused is None:
                     self.num_requests += 1
                     self._waiting.add(call, now)
@@ -164,6 +171,8 @@ class Router:
             call.settle(error=refused)
         else:
             self._on_queued(call)
+        for each in yielding:
+            each.settle(error=self._refusal(_YIELDED, self._retry_after_s()))
         # Replicas are held for calls with a deadline only: they may begin this call.
         if self._held and call.metadata.deadline is None:
             for slots in list(self._held):
@@ -179,7 +188,7 @@ class Router:
         elif call.is_awaited:
             check_deadlock(call)
 
-    def turns_away(self, deadline: float | None) -> BackPressureError | None:
+    def turns_away(self, deadline: float | None, key: str = "") -> BackPressureError | None:
         """Return the error that a call would be refused with now, before it is made, or `None`.
 
         Under overload most calls are refused, so a refusal must cost little.
@@ -187,17 +196,40 @@ class Router:
         with self._lock:
             if self.available or self._refuses is not None:
                 return None
-            return self._full(deadline, monotonic())
+            return self._full(deadline, key, monotonic())
 
-    def _full(self, deadline: float | None, now: float) -> BackPressureError | None:
-        """Return the error that refuses a call with this deadline, `None` if it may wait."""
-        if 0 <= self.max_queued_requests <= len(self._waiting) - self._num_withheld():
-            self.num_rejected += 1
-            return self._refusal("", self._backpressure.retry_after_s)
-        if deadline is None or not (reason := self._waiting.turns_away(deadline, now)):
-            return None
-        self.num_rejected += 1
-        return self._refusal(reason, self._retry_after_s())
+    def _full(
+        self, deadline: float | None, key: str, now: float, yielding: list[Call] | None = None
+    ) -> BackPressureError | None:
+        """Return the error that refuses a call, `None` if it may wait.
+
+        Moves a call that gives its place to this one from the queue to `yielding`.
+        """
+        waiting = self._waiting
+        fair = waiting if isinstance(waiting, FairCalls) else None
+        refused: BackPressureError | None = None
+        yields: Call | None = None
+        most, here = (
+            self._fairness.config.max_queued_per_key,
+            0 if fair is None else fair.sizes[key],
+        )
+        if 0 <= most <= here - self._num_withheld():
+            reason = (
+                f"{here} requests with the fairness key {key!r} wait (max_queued_per_key={most})"
+            )
+            refused = self._refusal(reason, self._retry_after_s())
+        elif 0 <= self.max_queued_requests <= len(waiting) - self._num_withheld() and (
+            fair is None or (yields := fair.yielding(key)) is None
+        ):
+            refused = self._refusal("", self._backpressure.retry_after_s)
+        elif deadline is not None and (reason := waiting.turns_away(deadline, now, key)):
+            refused = self._refusal(reason, self._retry_after_s())
+        elif yields is not None and yielding is not None:
+            waiting.discard(yields)
+            yielding.append(yields)
+            self.num_shed += 1
+        self.num_rejected += refused is not None
+        return refused
 
     def reassign(self, call: Call, error: Exception) -> None:
         """Send a call to another replica, because its own was gone before any user code ran.
@@ -247,6 +279,8 @@ class Router:
             if self.available and self._chooser is None:
                 replica = self._reserve(call)
             else:
+                if call.metadata.fairness_key:
+                    self._become_fair()
                 self._waiting.add_first(call, monotonic())
         if replica is not None:
             call.work.start(call, replica)
@@ -459,11 +493,32 @@ class Router:
         if self.withdraw(call):
             call.settle(error=error)
 
-    def limit(self, max_queued_requests: int, backpressure: BackpressureConfig | None) -> None:
-        """Change the limit of the queue, for the calls that come from now on. Thread-safe."""
+    def limit(
+        self,
+        max_queued_requests: int,
+        backpressure: BackpressureConfig | None,
+        fairness: Fairness | None = None,
+    ) -> None:
+        """Change the limits of the queue, for the calls that come from now on. Thread-safe."""
         with self._lock:
             self.max_queued_requests = max_queued_requests
             self._backpressure = backpressure or BackpressureConfig()
+            self._fairness = fairness or Fairness()
+            self.key_of = self._fairness.key_of
+            if fairness is not None:
+                self._become_fair()
+            if isinstance(self._waiting, FairCalls):
+                self._waiting.weigh(self._fairness.config)
+
+    def _become_fair(self) -> None:
+        """Have the calls of the queue take turns by their keys, unless a policy places them."""
+        if type(self._waiting) is WaitingCalls:
+            self._waiting = FairCalls(self._waiting, self._fairness.config)
+
+    def queued_by_key(self, most: int) -> dict[str, int]:
+        """Return `largest` of the waiting calls, nothing if none has had a key. Thread-safe."""
+        with self._lock:
+            return self._waiting.largest(most) if isinstance(self._waiting, FairCalls) else {}
 
     def resize(self, replica: AdmittingRunner, max_ongoing: int) -> None:
         """Change a replica's number of slots. Calls beyond a lower number keep their slots."""
@@ -563,6 +618,7 @@ class Router:
 
 
 RETRY_AFTER_S = 1.0  # for a shed call, unless the deployment sets another
+_YIELDED = "the queue is full, and most calls in it have the fairness key of this one"
 _MANY = 128
 # Of many replicas: enough that few calls meet a cold thread, few enough that each has its turn.
 _CALLS_A_TURN = 16

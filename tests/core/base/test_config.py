@@ -33,6 +33,8 @@ CHANGED: dict[str, Any] = {
     "loop": "shared",
     "isolation": "process",
     "deployment_actors": ["actor"],
+    "fairness_config": {"weights": {"gold": 4}},
+    "fairness_key": "x-tenant",
     "gang_scheduling_config": {"gang_size": 2},
     "graceful_shutdown_timeout_s": 5,
     "graceful_shutdown_wait_loop_s": 1,
@@ -202,6 +204,16 @@ def test_user_config_is_recorded_as_it_was() -> None:
         ({"ray_actor_options": {"num_cpus": "2"}}, "['num_cpus'] must be a number ≥ 0, got '2'"),
         ({"ray_actor_options": {"num_cpus": math.inf}}, "must be a number ≥ 0, got inf"),
         ({"ray_actor_options": [1]}, "ray_actor_options must be a valid dictionary, got [1]"),
+        (
+            {"fairness_config": {"weights": {"gold": 0}}},
+            "weights must be a dict from fairness keys to their weights, such as {'gold': 4}; a we",
+        ),
+        ({"fairness_config": {"weights": {"gold": -1}}}, "a weight is a number > 0, got"),
+        ({"fairness_config": {"weights": {1: 1}}}, "a dict from fairness keys to their weights"),
+        (
+            {"fairness_config": {"max_queued_per_key": 0}},
+            "max_queued_per_key must be -1 (no limit) or a positive integer, got 0",
+        ),
         ({"rolling_update_percentage": 0}, "must be a number in (0, 1], got 0"),
         ({"placement_group_strategy": 3}, "placement_group_strategy must be a valid string, got 3"),
     ],
@@ -228,6 +240,44 @@ def test_http_options_are_checked(options: dict[str, Any], message: str) -> None
         HTTPOptions(**options)
 
     assert message in str(caught.value)
+
+
+async def slow_key(request: object) -> str:
+    return str(request)
+
+
+def key_of_two(request: object, tenant: str) -> str:
+    return f"{request}{tenant}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fairness_key": "X Tenant"}, "must be the name of a header or a `def` that returns a "),
+        ({"fairness_key": 5}, "must be the name of a header or a `def` that returns a str, got 5"),
+        ({"fairness_key": slow_key}, "it runs on the server's loop before the request waits; wri"),
+        ({"fairness_key": key_of_two}, "must take one argument, the request: missing a required"),
+        ({"fairness_key": "Authorization"}, "is a header with secrets, and keys are shown in"),
+        (
+            {
+                "fairness_key": "x-tenant",
+                "request_router_config": {"request_router_class": "module:Router"},
+            },
+            "got request_router_class='module:Router', with which each call waits for replicas of ",
+        ),
+    ],
+)
+def test_a_fairness_key_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="fairness_key") as caught:
+        DeploymentConfig(**options)
+
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fairness_key_is_a_header_a_path_or_a_function() -> None:
+    for key in ("x-tenant", "X_Tenant.id", "app.keys:tenant", str, lambda request: "tenant"):
+        assert DeploymentConfig(fairness_key=key).fairness_key == key
 
 
 @pytest.mark.parametrize("name", ["middlewares", "num_cpus"])
