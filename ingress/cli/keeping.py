@@ -142,14 +142,14 @@ def _imports(source: bytes, package: str) -> set[str]:
 def _held(module: ModuleType) -> Iterator[str]:
     """Yield the modules of the objects that a module holds, also in containers and in apps."""
     for value in list(vars(module).values()):
-        kind, items = type(value), [value]
-        if issubclass(kind, list | tuple | set | frozenset):
+        items: list[Any] = [value]
+        if issubclass(type(value), list | tuple | set | frozenset):
             items += islice(list(value), _MOST_HELD)
-        elif issubclass(kind, dict):
-            items += [value.get(key) for key in islice(list(value), _MOST_HELD)]
-        elif issubclass(kind, Starlette | APIRouter):
-            items += [getattr(each, "endpoint", None) for each in value.routes]
+        elif issubclass(type(value), dict):
+            items += [dict.get(value, key) for key in islice(list(value), _MOST_HELD)]
         for each in items:
+            if issubclass(type(each), Starlette | APIRouter):
+                items += [getattr(one, "endpoint", None) for one in each.routes]
             is_own = issubclass(type(each), type | FunctionType)  # else no code of it runs
             name = (each if is_own else type(each)).__module__
             yield str(each.__name__ if type(each) is ModuleType else name)
@@ -356,8 +356,8 @@ def _unregistered(namespaces: Iterable[Mapping[str, object]]) -> list[Any]:
     found: list[Any] = []
     if (client := sys.modules.get("prometheus_client")) is not None:
         for each in [value for names in namespaces for value in list(names.values())]:
-            with suppress(KeyError):  # it is of another registry
-                if issubclass(type(each), client.registry.Collector):
+            with suppress(KeyError, TypeError):  # it is of another registry, or of none
+                if hasattr(type(each), "collect"):
                     client.REGISTRY.unregister(each)
                     found.append(each)
     return found
