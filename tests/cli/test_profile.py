@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -71,22 +72,22 @@ def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def load(server: ServerProcess) -> Iterator[None]:
-    """Send requests to each path, one after another, until the context ends."""
+    """Send requests, one after another, until the context ends."""
     is_over, port = threading.Event(), server.port
 
-    def send(path: str) -> None:
-        while not is_over.is_set():
+    def send() -> None:
+        for path in cycle(PATHS):
+            if is_over.is_set():
+                return
             assert get(port, path).status == 200
 
-    threads = [threading.Thread(target=send, args=(path,)) for path in PATHS]
-    for each in threads:
-        each.start()
+    thread = threading.Thread(target=send)
+    thread.start()
     try:
         yield
     finally:
         is_over.set()
-        for each in threads:
-            each.join()
+        thread.join()
 
 
 def test_a_function_is_found_under_its_replica_its_route_and_its_thread(
