@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from difflib import get_close_matches
-from importlib.util import resolve_name
+from importlib.util import cache_from_source, resolve_name
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -201,19 +201,20 @@ class KeepingProcess:
         }
         self._latest: object = None
 
-    def _note(self, before: Mapping[str, bytes]) -> None:
-        """Note modules that were imported; `before` are sources that were read before that.
+    def _note(self, imported: Mapping[str, bytes] | None) -> None:
+        """Note modules after an import; `imported` are sources that were read before it.
 
-        A file that has changed since then differs, and is the next change.
+        A file that has changed since then differs, and is the next change. Without `imported`,
+        modules that calls have imported meanwhile are noted.
         """
-        modules = users_modules()
+        modules, before = users_modules(), imported or {}
         for name in before.keys() | (modules.keys() - self._sources.keys()):
             if (module := modules.get(name)) is None:  # no module imports it any more
                 del self._sources[name], self._imports[name]
                 continue
             source = before[name] if name in before else _source(module)
-            if name not in before and 0 < self._noted_at < _time_of(module):
-                source = b""  # a call has imported it: which version is not known
+            if imported is None and self._noted_at < _time_of(module):
+                source = b""  # which version was imported is not known
             self._sources[name] = source
             self._imports[name] = _imports(source or _source(module), module.__package__ or "")
         self._noted_at = time()
@@ -231,19 +232,19 @@ class KeepingProcess:
             return "the applications were still starting"
         if file is not None and stamp_of(file.path) != file.stamp:
             return f"{file.path.name} changed"
-        self._note({})
+        self._note(None)
         modules = users_modules()
         changed = [name for name, each in modules.items() if _source(each) != self._sources[name]]
         if not changed:
             return ""
         for name in changed:
+            path = Path(str(modules[name].__file__))
             try:
-                path = Path(str(modules[name].__file__))
                 compile(path.read_bytes(), path, "exec", dont_inherit=True)
             except (OSError, SyntaxError, ValueError) as error:
                 return _not_applied(format_mistake(error))
             # Its stamp has whole seconds: two changes in one second may have the same.
-            Path(str(modules[name].__cached__)).unlink(missing_ok=True)
+            Path(cache_from_source(path)).unlink(missing_ok=True)
         needs = {
             name: {*self._imports[name], *_held(each), *_packages(name)}
             for name, each in modules.items()
@@ -278,13 +279,13 @@ class KeepingProcess:
             targets = list(self._served.targets())
             built = [one for each in targets for one in _deployments(each)]
         except (Exception, SystemExit) as error:
+            found = users_modules().items()
+            made = [sys.modules.pop(key) for key, each in found if each is not modules.get(key)]
             frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-            made = [each for name, each in users_modules().items() if each is not modules.get(name)]
-            _unregistered([*map(vars, made), *(each.f_globals for each in frames)])
+            names = [each.f_globals for each in frames if each.f_globals["__name__"] in affected]
+            _unregistered([*map(vars, made), *names])
             for each in collectors:
                 sys.modules["prometheus_client"].REGISTRY.register(each)
-            for name in users_modules().keys() - modules.keys():
-                del sys.modules[name]
             _put(old)
             if is_library(frames[-1].f_code.co_filename) and _REGISTERED.search(str(error)):
                 return f"{type(error).__name__}: {error}"
@@ -292,14 +293,13 @@ class KeepingProcess:
             return _not_applied(str(error) if is_told else format_mistake(error))
         self._note(before)
         for each in built:
+            is_new = each.deployment.func_or_class.__module__ in affected
             in_process = each.deployment.config.isolation == "process"
-            if in_process and start_method() == "forkserver":
+            if is_new and in_process and start_method() == "forkserver":
                 return f"the fork server of {each.name} has its old code"
         self._latest = targets
-        names = ", ".join(sorted(affected))
-        threading.Thread(
-            target=self._update, args=(targets, names, began), name="ingress-reload", daemon=True
-        ).start()
+        args = targets, ", ".join(sorted(affected)), began
+        threading.Thread(target=self._update, args=args, name="ingress-reload", daemon=True).start()
         return ""
 
     def _update(self, targets: Sequence[RunTarget], names: str, began: float) -> None:
@@ -352,12 +352,17 @@ def _put(modules: Mapping[str, ModuleType]) -> None:
 
 
 def _unregistered(namespaces: Iterable[Mapping[str, object]]) -> list[Any]:
-    """Unregister the collectors of prometheus_client in these modules, which make them again."""
+    """Unregister the collectors of prometheus_client that these modules alone hold.
+
+    The modules make them again when they are executed again.
+    """
     found: list[Any] = []
     if (client := sys.modules.get("prometheus_client")) is not None:
+        others = [vars(each) for each in list(sys.modules.values()) if type(each) is ModuleType]
+        held = {id(value) for each in others for value in list(each.values())}
         for each in [value for names in namespaces for value in list(names.values())]:
             with suppress(KeyError, TypeError):  # it is of another registry, or of none
-                if hasattr(type(each), "collect"):
+                if hasattr(type(each), "collect") and id(each) not in held:
                     client.REGISTRY.unregister(each)
                     found.append(each)
     return found

@@ -247,6 +247,7 @@ COUNT = """
 def count():
     SEEN.inc()
     gc.collect()
+    assert b"kept_total 0.0" in generate_latest()
     return sum(type(it) is type and it.__name__ == "Marker" for it in gc.get_objects())
 
 hello"""
@@ -256,11 +257,14 @@ def test_metrics_and_old_modules_do_not_gather(tmp_path: Path, environ: dict[str
     change(
         tmp_path,
         "main",
-        ("\nimport os", "\nimport gc, os\nfrom prometheus_client import Counter"),
+        ("\nimport os", "\nimport gc, os\nfrom prometheus_client import Counter, generate_latest"),
+        ("from words import WORD", "from words import WORD\nfrom models import KEPT"),
         ("\napp =", "\nSEEN = Counter('seen', 'Requests')\nclass Marker: pass\napp ="),
         ('"v1", WORD', '"v1", count()'),
         ("\nhello", COUNT),
     )
+    counter = "import prometheus_client\nKEPT = prometheus_client.Counter('kept', 'Loads')\n"
+    change(tmp_path, "models", ("APPS = []", f"{counter}APPS = []"))
     with ingress_run(tmp_path, "main:hello", *KEEP, environ=environ) as it:
         it.wait_for("Ctrl-C to stop")
         assert word(it) == "v1"
