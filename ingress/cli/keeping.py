@@ -315,7 +315,16 @@ class KeepingProcess:
             has_cause = error.__cause__ is not None
             _not_applied(format_failed_start(error) if has_cause else str(error))
         else:
+            _forget()
             _say(f"reloaded {names} in {monotonic() - began:.2f} s")
+
+
+def _forget() -> None:
+    """Empty FastAPI's caches by callable, which keep the endpoints of old modules."""
+    modules = [each for name, each in list(sys.modules.items()) if name.startswith("fastapi.")]
+    for each in [value for module in modules for value in list(vars(module).values())]:
+        if type(each) is type(is_library):  # `lru_cache`
+            each.cache_clear()
 
 
 def _deployments(target: RunTarget) -> tuple[BuiltDeployment, ...]:
