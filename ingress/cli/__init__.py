@@ -11,7 +11,8 @@ Commands, each the function of a command line:
 The supervisor, with `ingress run --workers`:
 
     workers          the processes and their supervisor
-    worker           the work of one process; reloading, replacing: of the file, of a server
+    worker           the work of one process; reloading, replacing: of the file, of a server;
+                     keeping: of the code, beside modules that stay
 
 The control channel to a running server:
 

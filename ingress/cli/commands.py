@@ -22,7 +22,7 @@ from ingress import __version__
 from ingress.app.config_file.loading import is_config_file
 from ingress.check.rules import CheckError, Format, Report, rendered
 from ingress.cli.cluster_commands import delete
-from ingress.cli.control_commands import memory, reload, scale, status, stop
+from ingress.cli.control_commands import memory, profile, reload, scale, status, stop
 from ingress.cli.file_commands import RUN_OPTIONS, build_command
 from ingress.cli.file_commands import config as config_command
 from ingress.cli.jobs_commands import jobs
@@ -85,7 +85,7 @@ app.command("build")(build_command)
 app.command("migrate")(migrate_command)
 app.command("stubs")(stubs_command)
 app.command("new")(new_command)
-for command in (status, top, memory, stop, scale, reload, delete):
+for command in (status, top, memory, profile, stop, scale, reload, delete):
     app.command()(command)
 app.command("config", context_settings=RUN_OPTIONS)(config_command)
 

@@ -1,4 +1,4 @@
-"""`ingress status`, `stop`, `reload` and `scale`: commands for a server that runs on this machine.
+"""`ingress status`, `profile`, `stop`, `reload`, `scale`: commands for a server on this machine.
 
 `status` shows all servers. The others take the only one; of several they list them, and `--name`,
 the name of one of its applications, or `--pid` chooses.
@@ -16,19 +16,23 @@ from time import monotonic, sleep
 from typing import Annotated, Any
 
 import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ingress.cli import cluster_commands, status_tables
 from ingress.cli.cluster_commands import AddressOption
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.run_server import read_settings
-from ingress.cli.server_commands import MOST_MEMORY_S
+from ingress.cli.server_commands import MOST_LOOK_S
 from ingress.cli.target import AsJSON, refusal, refusing
-from ingress.cli.terminal import console, print_json, tamed
+from ingress.cli.terminal import console, print_json, tamed, write
 from ingress.observe.live.observer import DeploymentProgress
+from ingress.observe.timeline.chrome import check_writable
+from ingress.observe.timeline.profile import as_flame_graph, as_speedscope, hottest, paths
 
 ASK_S = 5.0  # for the status of a server
 PAUSE_S = 0.2  # between the looks of `--wait`
 TIMEOUT_S = 300.0  # the default of `--timeout`
+_HOTTEST = 5  # functions
 
 Name = Annotated[
     str | None,
@@ -129,7 +133,7 @@ def memory(
         typer.Option(help="Only the processes of this deployment.", show_default=False),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=MOST_MEMORY_S, help="Time between both looks.")
+        float, typer.Option(min=0.1, max=MOST_LOOK_S, help="Time between both looks.")
     ] = 10.0,
     as_json: AsJSON = False,
 ) -> None:
@@ -153,6 +157,61 @@ def memory(
     for each in tamed(found):
         for line in status_tables.memory(each):
             console.print(line, soft_wrap=True)
+
+
+def profile(
+    name: Name = None,
+    pid: Pid = None,
+    deployment: Annotated[
+        str | None,
+        typer.Option(help="Only this one: NAME or APP:NAME.", show_default=False),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, max=MOST_LOOK_S, help="Time to look.")] = 10.0,
+    out: Annotated[
+        Path, typer.Option(help="FILE.svg, a flame graph, or FILE.json for www.speedscope.app.")
+    ] = Path("profile.svg"),
+) -> None:
+    """Write a flame graph of a server's user code, by replica, route and thread.
+
+    [dim]ingress profile[/dim]
+    [dim]ingress profile --deployment Model --seconds 30 --out model.json[/dim]
+
+    Send requests meanwhile. The server looks at its threads a hundred times a second, which
+    takes at most a twentieth of one core. A thread with a request counts while it computes and
+    while it waits, for a database say; what awaits is on no thread. In the picture, a function is
+    as wide as its time, below its caller; the tooltip has the numbers. In the JSON each thread
+    has a profile of its own.
+    """
+    if out.suffix not in (".svg", ".json"):
+        raise refusal(f"--out must end with .svg or .json, got {str(out)!r}")
+    with refusing(ValueError):
+        check_writable(out, "--out")
+    server = chosen(name, pid)
+    if deployment is not None:
+        applications = ask_server(server, "view", ASK_S)["applications"]
+        there = [(app["name"], each["name"]) for app in applications for each in app["deployments"]]
+        if not any(deployment in (each, f"{app}:{each}") for app, each in there):
+            names = ", ".join(f"{app}:{each}" for app, each in there)
+            raise refusal(f"--deployment {deployment}: there is none; name one of {tamed(names)}")
+    about = f"looks for {seconds:g} s"
+    if not console.is_terminal:
+        console.print(about, style="dim", highlight=False)
+    columns = TextColumn(about, style="dim"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as it:
+        it.add_task("", total=None)
+        found, missing = ask_server(server, "profile", seconds + ANSWER_S, seconds=seconds)
+    found = tamed(found)
+    for line in [*missing, *filter(None, (each["problem"] for each in found))]:
+        typer.echo(tamed(f"missing: {line}"), err=True)
+    is_picture = out.suffix == ".svg"
+    seen = paths(found, deployment, by_thread=not is_picture)
+    if not seen:
+        raise refusal(f"no user code ran in {seconds:g} s; send requests meanwhile")
+    title = f"{sum(seen.values()):.2f} s of threads in {seconds:g} s"
+    write(out, (as_flame_graph if is_picture else as_speedscope)(seen, title))
+    _tell(f"{out}: {title}; {'a browser' if is_picture else 'www.speedscope.app'} shows it")
+    for spent_s, route, function in hottest(seen, _HOTTEST):
+        _tell(f"{spent_s:8.2f} s  {route}  {function}")
 
 
 def stop(

@@ -21,6 +21,7 @@ from ingress.app.config_file.loading import ConfigFile, is_config_file
 from ingress.app.config_file.reading import ConfigFileError
 from ingress.app.declaration.names import check_names
 from ingress.cli.admin import admin_options
+from ingress.cli.keeping import DELAY_S, check_keep
 from ingress.cli.reloading import FileState
 from ingress.cli.replacing import Replaced, replaced_by
 from ingress.cli.run_options import HTTP, UVICORN, RunOptions
@@ -371,6 +372,7 @@ def _run_here(
 ) -> None:
     local_engine().use(served.server)
     targets = load_targets(served)
+    check_keep(options.keep or (), served, reload=options.reload)
     file = served.file
     state = None if file is None else FileState(file, served.app_dir, variables, served.folder)
     budget = budget_for([each.target for each in targets], settings, processes=options.workers)
@@ -390,8 +392,17 @@ def _run_here(
     }
     if options.reload and served.file is not None:
         config["reload_includes"] = ["*.py", served.file.path.name]
+    if options.keep:
+        config["reload_delay"] = DELAY_S
     serve_in_new_processes(
-        targets, served, settings, config, state, replaced, watches=options.watch
+        targets,
+        served,
+        settings,
+        config,
+        state,
+        replaced,
+        watches=options.watch,
+        keep=options.keep or (),
     )
 
 

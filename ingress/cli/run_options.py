@@ -310,6 +310,15 @@ class RunOptions:
     reload: Annotated[
         bool, _option(_PROCESSES, "--reload", help="Restart when a file changes.")
     ] = False
+    keep: Annotated[
+        list[str] | None,
+        _option(
+            _PROCESSES,
+            metavar="MODULE",
+            help="With --reload: keep this module and its objects; other changed code is executed "
+            "again, and updates the application. Repeatable.",
+        ),
+    ] = None
     watch: Annotated[
         bool,
         _option(

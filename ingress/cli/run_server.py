@@ -24,6 +24,7 @@ from ingress.app.declaration.cluster_options import check_here
 from ingress.app.declaration.declaration import Application
 from ingress.cli.admin import Admin, resolved
 from ingress.cli.control_socket import Command, ControlSocket
+from ingress.cli.keeping import KeepingProcess, KeepingReload
 from ingress.cli.reloading import (
     FileState,
     Reloads,
@@ -239,11 +240,13 @@ def serve_in_new_processes(
     replaced: Replaced | None = None,
     *,
     watches: bool = False,
+    keep: Sequence[str] = (),
 ) -> None:
     """Serve applications in worker processes, or in one that restarts when a file changes.
 
-    `config` are arguments of `uvicorn.Config`. Each process drains within its deployments'
-    timeouts, see `engines.hosting`. A second later it cancels the remaining requests.
+    `config` are arguments of `uvicorn.Config`; `keep` are modules that stay when code changes. Each
+    process drains within its deployments' timeouts, see `engines.hosting`. A second later it
+    cancels the remaining requests.
     """
     server = served.server
     drain_s = server.shutdown_timeout_s
@@ -271,8 +274,11 @@ def serve_in_new_processes(
         if made.reload:
             bound.set_inheritable(True)
             line = ready_lines(targets, url)
-            ChangeReload(
-                made, target=partial(work_until_reloaded, made, served, line), sockets=[bound]
+            keeping = partial(KeepingProcess, keep) if keep else None
+            (KeepingReload if keep else ChangeReload)(
+                made,
+                target=partial(work_until_reloaded, made, served, line, keeping),
+                sockets=[bound],
             ).run()
             return
         line = ready_lines(targets, url, f", in {made.workers} processes")

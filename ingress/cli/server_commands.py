@@ -16,11 +16,10 @@ from ingress.exceptions import RayServeException
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import WHAT
 from ingress.serving.control import changes
-from ingress.state.memory import MemoryOfProcess
 
 logger = logging.getLogger("ingress")
 
-MOST_MEMORY_S = 240.0
+MOST_LOOK_S = 240.0
 SCALE = "ingress scale"
 """The origin of the options that the command sets."""
 
@@ -50,7 +49,8 @@ def commands_of(
         "livez": lambda arguments: "success",  # from a thread: it lives, whatever its loops do
         "view": lambda arguments: observer.view(),
         "progress": lambda arguments: observer.progress(),
-        "memory": lambda arguments: memory(observer, arguments),
+        "memory": lambda arguments: observer.memory(seconds_of(arguments)),
+        "profile": lambda arguments: observer.profile(seconds_of(arguments)),
         "jobs": lambda arguments: jobs(**arguments),
         "stop": stop,
         "scale": lambda arguments: change(scaling(arguments), SCALE, is_scaling=True),
@@ -76,12 +76,12 @@ def run_in_worker(name: str, arguments: Mapping[str, Any]) -> Any:
         return Failed(str(error) if isinstance(error, CommandError) else repr(error))
 
 
-def memory(observer: Observer, arguments: Mapping[str, Any]) -> list[MemoryOfProcess]:
-    """Return what grows in each process in some seconds."""
+def seconds_of(arguments: Mapping[str, Any]) -> float:
+    """Return the time of a look that takes some. Raises `CommandError` if it takes too long."""
     seconds = arguments.get("seconds", 10.0)
-    if not isinstance(seconds, int | float) or not 0 < seconds <= MOST_MEMORY_S:
-        raise CommandError(f"seconds must be a number up to {MOST_MEMORY_S:g}, got {seconds!r}")
-    return observer.memory(seconds)
+    if not isinstance(seconds, int | float) or not 0 < seconds <= MOST_LOOK_S:
+        raise CommandError(f"seconds must be a number up to {MOST_LOOK_S:g}, got {seconds!r}")
+    return seconds
 
 
 def stop(arguments: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -309,6 +309,10 @@ class Worker(UvicornServer):
         yield
 
 
+Keeping = Callable[[Served, Collection[int | None]], Command]
+"""It makes the command that applies changed code, of the served and the threads before them."""
+
+
 class ReloadedServer(UvicornServer):
     """uvicorn's server in the process of `--reload`. It prints `line` once it serves."""
 
@@ -330,13 +334,19 @@ class ReloadedServer(UvicornServer):
 
 
 def work_until_reloaded(
-    config: uvicorn.Config, served: Served, line: str, sockets: list[socket]
+    config: uvicorn.Config,
+    served: Served,
+    line: str,
+    keeping: Keeping | None,
+    sockets: list[socket],
 ) -> None:
     """Serve until SIGTERM, or until the process that watches the files ends.
 
-    uvicorn's supervisor of `--reload` runs this in a new process.
+    uvicorn's supervisor of `--reload` runs this in a new process. `keeping` makes the command by
+    which the supervisor has changes applied without another process.
     """
     make_lossy()
+    threads = {each.ident for each in threading.enumerate()}
     threading.Thread(target=_outlive_no_parent, args=(config,), daemon=True).start()
     try:
         if served.file is not None:  # it may be the file that has changed
@@ -349,7 +359,10 @@ def work_until_reloaded(
         raise SystemExit(format_mistake(error)) from error
     url = url_of(sockets[0], is_tls=config.is_ssl)
     observer = Observer(partial(parts_of, local_engine()), lambda: url)
-    control = ControlSocket(_commands_of_the_reloaded(observer), os.getppid())
+    commands = _commands_of_the_reloaded(observer)
+    if keeping is not None:
+        commands["changed"] = keeping(served, threads)
+    control = ControlSocket(commands, os.getppid())
     try:
         options = resolved(served.server.admin)
         with observer, closing(Admin(local_engine().snapshot, options, observer)) as admin:

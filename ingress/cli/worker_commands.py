@@ -102,7 +102,7 @@ class WorkersCommands:
     def _answers(self, command: str, argument: float = 0.0) -> tuple[list[Any], dict[int, str]]:
         """Return the answers of the workers, and the reasons of those without one, by id."""
         wait_s = STATUS_S
-        if command in ("record", "memory"):
+        if command in ("record", "memory", "profile"):
             wait_s += argument + ASK_S  # a worker waits so long for its child processes
         asked = _asked(self.workers, command, wait_s, {"argument": argument})
         told = dict(asked.answers)

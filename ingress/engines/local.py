@@ -253,14 +253,19 @@ class LocalEngine:
         name: str,
         route_prefix: str | None,
         logging_config: LoggingConfig | None = None,
+        *,
+        keeps_same: bool = False,
     ) -> DeploymentHandle:
+        """Start an application. With `keeps_same`, an update keeps replicas that are the same."""
         if logging_config is not None:
             application = with_logging(application, logging_config)
         built = build_here(application, name)
         with self._operations:
             threads = self.acquire()
             app = users_app_of(built.deployments[-1].deployment.func_or_class)
-            starting = RunningApplication(name, route_prefix, self.http.proxy, app)
+            starting = RunningApplication(
+                name, route_prefix, self.http.proxy, app, keeps_same=keeps_same
+            )
             start = Start(starting, lists_failure=True)
             try:
                 run_blocking(threads.control.loop, self.apps.reserve(start))

@@ -64,6 +64,20 @@ class BuiltDeployment:
         """Return whether the class has an ASGI app, set by `@ingress(app)`."""
         return hasattr(self.deployment.func_or_class, "__ingress_spec__")
 
+    def is_same_as(self, other: BuiltDeployment) -> bool:
+        """Return whether replicas of the other one do: its class, arguments and options are equal.
+
+        Objects that cannot be compared, such as arrays, differ unless they are the same ones.
+        """
+        try:
+            return (
+                self.deployment.func_or_class is other.deployment.func_or_class
+                and bool(self.deployment.config == other.deployment.config)
+                and bool((self.init_args, self.init_kwargs) == (other.init_args, other.init_kwargs))
+            )
+        except Exception:  # an `==` of the user's objects
+            return False
+
     @cached_property
     def bound_app(self) -> BoundApp | None:
         """The class's app, bound to the class, with the routes declared until the first access.

@@ -44,8 +44,8 @@ def load(
             f"{target!r} is not of the form MODULE:APP; for the variable `hello` in main.py it is "
             "main:hello"
         )
-    if app_dir is not None:
-        sys.path.insert(0, str(app_dir.resolve()))
+    if app_dir is not None and sys.path[0] != (folder := str(app_dir.resolve())):
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

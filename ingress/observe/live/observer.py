@@ -13,6 +13,7 @@ from ingress.observe.live.history import Growth, History, Series, deployments_of
 from ingress.observe.live.part import Configuration
 from ingress.observe.live.problems import LOGGED, add_problems, is_growing
 from ingress.observe.live.view import Problem, View, view_of
+from ingress.observe.timeline.profile import Profile
 from ingress.observe.timeline.sampling import merged_traces
 from ingress.state.looking import LinesPart, LogLine, Look
 from ingress.state.memory import MemoryOfProcess
@@ -212,6 +213,12 @@ class Observer:
         """Return what grows in each process in some seconds. It blocks."""
         parts, _ = self._ask("memory", seconds)
         return [each for part in parts for each in part]
+
+    def profile(self, seconds: float) -> tuple[list[Profile], list[str]]:
+        """Return the stacks of each process, and why some are missing. It blocks."""
+        parts, absent = self._ask("profile", seconds)
+        missing = [f"worker {pid} {reason}" for pid, reason in absent.items()]
+        return [each for part in parts for each in part], missing
 
     def record(self, seconds: float) -> tuple[str | None, list[str]]:
         """Return a recording of all processes, and why some are missing in it. It blocks.

@@ -15,6 +15,7 @@ from ingress.config import HTTPOptions
 from ingress.core.base.options import plain
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings, environment
 from ingress.observe.inspection.explain import rows_of
+from ingress.observe.timeline.profile import profile
 from ingress.observe.timeline.sampling import record
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.server_options import ServerOptions
@@ -139,9 +140,10 @@ WHAT: Mapping[str, Callable[[Server, float], Any]] = {
     "configuration": lambda server, _: configuration_of(server),
     "lines": lambda server, _: last_lines(),
     "memory": memory,
+    "profile": profile,
     "record": lambda server, seconds: {
         "pid": os.getpid(),
         "trace": record(replicas_of(server), seconds),
     },
 }
-"""The questions of an observer; the last two block for so many seconds."""
+"""The questions of an observer; the last three block for so many seconds."""

@@ -300,8 +300,10 @@ class Recorder:
         )
 
 
-def gathered(children: Iterable[tuple[object, Ask]], own: Callable[[], Timeline]) -> list[Timeline]:
-    """Return the timeline of this process, and those of children, recorded at the same time.
+def gathered(
+    children: Iterable[tuple[object, Callable[[], Callable[[], T]]]], own: Callable[[], T]
+) -> list[T]:
+    """Return the recording of this process, and those of children, made at the same time.
 
     A child that does not answer in time is logged, and left out.
     """

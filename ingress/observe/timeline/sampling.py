@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import Context
 from functools import partial
 from time import monotonic, sleep
+from types import FrameType
 
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call
@@ -29,6 +31,7 @@ from ingress.observe.timeline.recorder import (
 )
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
+from ingress.telemetry.watchdog import WATCHDOG
 from ingress.telemetry.watchdog.stacks import (
     current_frames,
     running_task,
@@ -88,24 +91,31 @@ def _sampled(
     return recorder.timeline(replica_id)
 
 
-def _seen(replicas: list[Replica]) -> dict[Track, Call]:
+def _seen(replicas: Iterable[Replica]) -> dict[Track, Call]:
     """Return the call that each thread runs for at this moment."""
-    found = {}
+    return {
+        track: call
+        for track, context, _ in threads_now(replicas)
+        if (call := value_in(context, CURRENT_CALL)) is not None
+    }
+
+
+def threads_now(
+    replicas: Iterable[Replica],
+) -> Iterator[tuple[Track, Context | None, FrameType]]:
+    """Yield each other thread, the context that it runs in, if one is known, and its frame."""
     frames = current_frames()
     names = {each.ident: each.name for each in threading.enumerate()}
+    loops = {each.host.thread or WATCHDOG.thread_of(each.loop): each.loop for each in replicas}
     try:
-        for replica in replicas:
-            thread = replica.host.thread or 0
-            if (frame := frames.get(thread)) is not None:
-                _, context = running_task(replica.loop, frame)
-                if (call := value_in(context, CURRENT_CALL)) is not None:
-                    found[Track(names.get(thread, "a thread"), True, thread)] = call
         for ident, frame in frames.items():
-            if (call := value_in(worker_context(frame), CURRENT_CALL)) is not None:
-                found[Track(names.get(ident, "a thread"), False, ident)] = call
+            track = Track(names.get(ident, "a thread"), ident in loops, ident)
+            if track.is_loop:
+                yield track, running_task(loops[ident], frame)[1], frame
+            else:
+                yield track, worker_context(frame), frame
     finally:
         frames.clear()
-    return found
 
 
 class _Sampler(Recorder):

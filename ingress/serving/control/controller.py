@@ -75,7 +75,8 @@ class Controller:
         replica by replica: a new one starts, an old one leaves. Raises `RuntimeError` with the
         deployment's name, from the error of the user's code. The caller ends the update: with
         `RunningApplication.keep`, or with `roll_back` and `stop` after an error or a cancellation.
-        Replicas live on `running.callers_loop` if there is one, else on `serving_loop` when user
+        With `running.keeps_same`, those that are the same keep their replicas. Replicas live on
+        `running.callers_loop` if there is one, else on `serving_loop` when user
         code has no thread of its own.
         """
         older = {} if serving is None else serving.deployments
@@ -84,8 +85,13 @@ class Controller:
             counts = (each.deployment.config.first_count for each in new)
             reserve_descriptors(sum(counts), may_raise=self._settings.raise_file_limit)
         factories = self._factories()
+        changed = []
         for built in application.deployments:  # all at once, so that the status shows all
             deployment = older.get(built.name)
+            if running.keeps_same and deployment is not None and deployment.built.is_same_as(built):
+                running.deployments[built.name] = deployment
+                continue
+            changed.append(built)
             # With other instruments its router has to be of another class, and with another policy
             # it has to be another router.
             if (
@@ -98,7 +104,7 @@ class Controller:
             else:
                 deployment.previous = deployment.version()
             running.deployments[built.name] = deployment
-        for built in application.deployments:
+        for built in changed:
             deployment = running.deployments[built.name]
             try:
                 await self._roll_out(deployment, built, serving_loop, running.callers_loop)

@@ -538,7 +538,8 @@ class RunningApplication:
     """One application, its deployments in build order: the last one receives the requests.
 
     `callers_loop` is the loop that its replicas in threads run on if no server calls it, see
-    `engines.hosting`. `consumers`, by deployment, begin with it.
+    `engines.hosting`. `consumers`, by deployment, begin with it. `keeps_same` says that an update
+    keeps the replicas of deployments that are the same as before.
     """
 
     name: str
@@ -552,6 +553,7 @@ class RunningApplication:
     stopping: asyncio.Task[None] | None = None
     callers_loop: asyncio.AbstractEventLoop | None = None
     consumers: dict[str, Consumer] = field(default_factory=dict)
+    keeps_same: bool = False
 
     @property
     def ingress(self) -> RunningDeployment:
