@@ -246,7 +246,7 @@ class Replica:
         """Return whether a call with an item in a batch queue is nothing but that item."""
         return (
             self._reassign is not None
-            and not (call.settled or call.metadata.is_http_request)
+            and not (call.settled or call.metadata.is_http_request or call.work.is_bound)
             and call in self.running
             and self.user_code.is_batched(call.metadata.method_name, handler.func)
         )
