@@ -30,9 +30,9 @@ from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, Never, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, Never, NoReturn, Protocol, Self, cast
 
-from typing_extensions import Self, TypeVar
+from typing_extensions import TypeVar
 
 from ingress._unsupported import absent_member, absent_method, refuse, teller
 from ingress.core.base.options import is_number
@@ -159,10 +159,14 @@ class Invocation(Work):
                     return  # `aclosing` closes the generator
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class BoundInvocation(Invocation):
-    """The work of a call that one replica was chosen for: no other one runs it."""
+    """The work of a call that one replica was chosen for: no other one runs it.
 
-    __slots__ = ()
+    `slot` is the slot that it has, if its replica is in another process.
+    """
+
+    slot: Any = None
     is_bound = True
 
     @classmethod
@@ -425,7 +429,8 @@ class DeploymentHandle(Generic[T_co]):
             call.work = work
             router.assign(call)
 
-        call = self._by(take, replace(self._options, stream=False)).remote(*args, **kwargs)._call
+        response = self._by(take, self._options).remote(*args, **kwargs)
+        call = response._call  # while it is waited for, or held, the response must stay
         call.when_settled(placed.wake)
         try:
             waiter = begin_wait(call)
@@ -866,10 +871,10 @@ class DeploymentBroadcastResponse(Generic[R_co]):
 
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                calls = await outcome(self._root)
-                return await asyncio.gather(
-                    *map(outcome, calls), return_exceptions=return_exceptions
+                found: list[R_co] = await asyncio.gather(
+                    *map(outcome, await outcome(self._root)), return_exceptions=return_exceptions
                 )
+                return found
         except TimeoutError as error:
             if limit.expired():
                 raise TimeoutError(_LATE) from None

@@ -36,6 +36,14 @@ class CallTasks:
     def assign(self, call: Call) -> None:
         self._mailbox.post(self._begin, call)
 
+    def broadcast(self, call: Call) -> None:
+        self.assign(call)
+
+    def dispatch(self, reserved: Call, call: Call, slot: Any) -> None:
+        work: Any = call.work
+        work.slot = slot
+        self.assign(call)
+
     def withdraw(self, call: Call) -> bool:
         self._mailbox.post(self._cancel, call)
         return True

@@ -17,6 +17,8 @@ import logging
 import pickle
 import re
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -38,10 +40,18 @@ from ingress import exceptions
 from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.core.calls.call import Call
 from ingress.core.calls.call_tasks import CallTasks, LoopOfHandles
-from ingress.core.calls.loops import EventLoopThread
+from ingress.core.calls.loops import EventLoopThread, Mailbox
 from ingress.engines.ray.messages import as_sent, remote_name
 from ingress.exceptions import RayServeException
-from ingress.handle import CallRouter, DeploymentHandle, Invocation, pass_on
+from ingress.handle import (
+    BoundInvocation,
+    CallRouter,
+    DeploymentHandle,
+    Invocation,
+    Reservation,
+    ToEachReplica,
+    pass_on,
+)
 from ingress.serving.processes.crossing import pickled_error, unpickled_error
 from ingress.telemetry.mistakes import described
 
@@ -66,6 +76,14 @@ class RayHandle(Protocol):
     """Ray's `DeploymentHandle`."""
 
     def options(self, **options: object) -> RayHandle: ...
+
+    def broadcast(self, method_name: str, *args: object, **kwargs: object) -> Any: ...
+
+    def choose_replica(
+        self, *args: object, **kwargs: object
+    ) -> AbstractAsyncContextManager[Any]: ...
+
+    def dispatch(self, selection: Any, *args: object, **kwargs: object) -> RayResponse: ...
 
     def remote(self, *args: object, **kwargs: object) -> RayResponse: ...
 
@@ -153,6 +171,25 @@ def _unpickled() -> RayDirectory:
     return _here
 
 
+@dataclass(eq=False, repr=False, slots=True)
+class OfReplica(Invocation):
+    """The work of a call of a broadcast: Ray's result of one replica, which is awaited."""
+
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class RaySlot:
+    """The slot of a selection of Ray's, which is kept until `over` is set."""
+
+    selection: Any
+    mailbox: Mailbox
+    over: asyncio.Event
+
+    def release(self, call: Call) -> None:
+        self.mailbox.post(self.over.set)
+
+
 class RemoteRouter(CallTasks):
     """The `CallRouter` of a deployment in other processes. Its tasks run on the directory's loop.
 
@@ -173,11 +210,29 @@ class RemoteRouter(CallTasks):
         assert isinstance(invocation, Invocation)
         response: RayResponse | None = None
         try:
+            if isinstance(invocation, OfReplica):
+                response = invocation.result
+                call.settle(await invocation.result.get_async())
+                return
             _show_request(metadata)
             check_arguments(metadata, invocation)
-            response = self._handle(metadata).remote(
-                as_sent(metadata), *invocation.args, **invocation.kwargs
-            )
+            handle = self._handle(metadata)
+            args, kwargs = (as_sent(metadata), *invocation.args), invocation.kwargs
+            if isinstance(invocation, ToEachReplica):
+                await self._broadcast(
+                    call, handle.broadcast(remote_name(metadata.method_name), *args, **kwargs)
+                )
+                return
+            if isinstance(invocation, Reservation):
+                async with handle.choose_replica(*args, **kwargs) as selection:
+                    slot = RaySlot(selection, self._mailbox, asyncio.Event())
+                    invocation.hold(call, slot, selection.to_dict())
+                    await slot.over.wait()
+                return
+            if isinstance(invocation, BoundInvocation):
+                response = handle.dispatch(invocation.slot.selection, *args, **kwargs)
+            else:
+                response = handle.remote(*args, **kwargs)
             if invocation.channel is None:
                 call.settle(await response)
             else:
@@ -193,6 +248,19 @@ class RemoteRouter(CallTasks):
             call.settle(error=translated(error, metadata))
         except Exception as error:  # the caller gets it
             call.settle(error=translated(error, metadata))
+        finally:
+            if isinstance(invocation, BoundInvocation):
+                invocation.slot.release(call)
+
+    async def _broadcast(self, root: Call, response: Any) -> None:
+        """Settle a broadcast with the calls of its replicas, each with a task of its own."""
+        calls = []
+        for result in await response._fetch_replica_results_async():
+            work = OfReplica("", [], {}, None, result)
+            calls.append(Call(root.metadata, work, root.context.copy()))
+            calls[-1].queue = self
+            self._begin(calls[-1])
+        root.settle(calls)
 
     def _handle(self, metadata: RequestMetadata) -> RayHandle:
         key = remote_name(metadata.method_name), metadata.is_streaming

@@ -13,27 +13,39 @@ that they differ from those of calls that the child serves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextvars import Context
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ingress.core.base.types import PRIORITIES, DeploymentID
 from ingress.core.calls.call import CURRENT_CALL, NO_WORK, Call, begin_wait, end_wait
 from ingress.core.calls.call_tasks import CallTasks, LoopOfHandles
 from ingress.core.calls.deadlocks import Node
-from ingress.core.calls.loops import mailbox_of, running_loop
+from ingress.core.calls.loops import Mailbox, mailbox_of, running_loop
 from ingress.core.calls.tracing import adopt, span_headers
 from ingress.exceptions import RequestCycleError
 from ingress.handle import (
+    BoundInvocation,
     CallRouter,
     DeploymentHandle,
     DeploymentResponse,
     DeploymentResponseGenerator,
     Invocation,
+    ReplicaSelection,
+    Reservation,
+    ToEachReplica,
     directory_here,
     pass_on,
 )
-from ingress.serving.processes.crossing import as_sent, item_as_sent, pickled_error, unsendable
+from ingress.serving.processes.crossing import (
+    as_sent,
+    item_as_sent,
+    pickled_error,
+    unpickled_error,
+    unsendable,
+)
 from ingress.serving.processes.frames import (
     Buffers,
     FrameError,
@@ -56,7 +68,44 @@ from ingress.serving.processes.remote_calls import RemoteWork
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 FindCall = Callable[[int], Call | None]
+BROADCAST, CHOOSE = "broadcast", "choose"
+"""Targets of a STREAM frame: all replicas, and one with a slot, whose selection is the only item. A
+CALL or STREAM to that replica has the number of that STREAM as its target."""
 _PRIORITY_NAMES = {level: name for name, level in PRIORITIES.items()}
+
+
+@dataclass(eq=False, slots=True)
+class Items:
+    """The items of a stream that is made here, for `ChildCalls._pump`."""
+
+    _call: Call
+    items: AsyncGenerator[Any, None]
+    cancel: Callable[[], object] = lambda: None
+
+
+async def _outcomes(root: Call) -> AsyncGenerator[Any, None]:
+    """Yield the number of the calls of a broadcast, and the outcome of each, as they end."""
+    await root.wait()
+    calls = root.outcome()
+    try:
+        yield len(calls)
+        for each in asyncio.as_completed([_outcome(*pair) for pair in enumerate(calls)]):
+            yield await each
+    finally:
+        for call in calls:
+            call.cancel()
+
+
+async def _outcome(number: int, call: Call) -> tuple[int, Any, bytes]:
+    await call.wait()
+    error = call.error
+    if error is None:
+        try:
+            encode(value := as_sent(call.value))
+            return number, value, b""
+        except Exception as problem:  # of the code of its class: the child gets it
+            error = unsendable(call.deployment_name, problem, result=call.value)
+    return number, None, pickled_error(error)
 
 
 class ChildCalls:
@@ -68,7 +117,7 @@ class ChildCalls:
     """
 
     __slots__ = ("_find_call", "_frames", "_last", "_loop", "_make_handle", "_responses",
-                 "_tasks", "_windows")  # fmt: skip
+                 "_selections", "_tasks", "_windows")  # fmt: skip
 
     def __init__(self, frames: Frames, make_handle: MakeHandle, find_call: FindCall) -> None:
         self._frames = frames
@@ -76,7 +125,8 @@ class ChildCalls:
         self._find_call = find_call
         self._loop = asyncio.get_running_loop()
         self._last = 0  # the number of the last call
-        self._responses: dict[int, DeploymentResponse | DeploymentResponseGenerator] = {}
+        self._responses: dict[int, DeploymentResponse | DeploymentResponseGenerator | Items] = {}
+        self._selections: dict[int, ReplicaSelection] = {}
         self._windows: dict[int, SendWindow] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -106,7 +156,7 @@ class ChildCalls:
                     self._windows[number].close()  # `_pump` may wait for room
 
     def _begin(self, kind: int, number: int, content: Any) -> None:
-        envelope, args, kwargs, deployment_id, parent, waiters = content
+        envelope, args, kwargs, deployment_id, parent, waiters, target = content
         check(envelope)
         metadata = metadata_of(
             envelope, deployment_id, is_http=False, is_streaming=kind == Kind.STREAM
@@ -123,11 +173,29 @@ class ChildCalls:
         # A call of a batch, or of a task that outlives its request, has no parent here.
         origin = self._find_call(parent) or Call(metadata, NO_WORK, context)
         context.run(CURRENT_CALL.set, origin)
-        response = context.run(handle.remote, *args, **kwargs)
+        if target in (BROADCAST, CHOOSE):
+            stands_for = Call(metadata, NO_WORK, context)
+            stands_for.settle()
+            if target == CHOOSE:
+                items = self._chosen(number, handle, args, kwargs)
+            else:
+                method = metadata.method_name
+                items = _outcomes(context.run(handle.broadcast, method, *args, **kwargs)._root)
+            response: Any = Items(stands_for, items)
+        elif target is None:
+            response = context.run(handle.remote, *args, **kwargs)
+        else:
+            selection = self._selections[target]
+            selection._handle = handle  # which knows whether this is a stream
+            response = context.run(handle.dispatch, selection, *args, **kwargs)
         self._responses[number] = response
-        if isinstance(response, DeploymentResponseGenerator):
+        if not isinstance(response, DeploymentResponse):
             self._windows[number] = SendWindow()
-            task = self._loop.create_task(self._pump(number, response))
+            task = self._loop.create_task(
+                self._pump(number, response), context=context if target == CHOOSE else None
+            )
+            if isinstance(response, Items):  # later: a task that never begins sends no end
+                response.cancel = partial(self._loop.call_soon, task.cancel)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
@@ -135,6 +203,18 @@ class ChildCalls:
             response._call.when_settled(lambda call: mailbox.post(self._end, number, call))
         for waiter in waiters:
             self._begin_wait(number, waiter)
+
+    async def _chosen(
+        self, number: int, handle: DeploymentHandle, args: Any, kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the selection of a replica, and keep it until the child closes the stream."""
+        async with handle.choose_replica(*args, **kwargs) as selection:
+            self._selections[number] = selection
+            try:
+                yield selection.to_dict()
+                await self._loop.create_future()
+            finally:
+                del self._selections[number]
 
     def _begin_wait(self, number: int, waiter: int) -> None:
         """Note that a call of the child waits for the answer: that may be a deadlock."""
@@ -168,20 +248,25 @@ class ChildCalls:
                 error = unsendable(call.deployment_name, problem, result=call.value)
         self._frames.post(Kind.FAILED, number, pickled_error(error))
 
-    async def _pump(self, number: int, items: DeploymentResponseGenerator) -> None:
+    async def _pump(self, number: int, items: DeploymentResponseGenerator | Items) -> None:
         """Send the items of a stream, as fast as the child takes them."""
         window = self._windows[number]
         try:
-            async for item in items:
+            async for item in items.items if isinstance(items, Items) else items:
                 content = item_as_sent(items._call.deployment_name, item)
                 await window.take(size_of_content(content))
                 self._frames.post(Kind.ITEM, number, content)
         except Exception as error:  # of the stream: the child gets it
             items.cancel()
             self._frames.post(Kind.FAILED, number, pickled_error(error))
+        except asyncio.CancelledError:
+            self._frames.post(Kind.DONE, number)
+            raise
         else:
             self._frames.post(Kind.DONE, number)
         finally:
+            if isinstance(items, Items):
+                await items.items.aclose()
             self._responses.pop(number, None)
             self._windows.pop(number, None)
 
@@ -241,7 +326,13 @@ class ServerDirectory(LoopOfHandles):
         envelope = envelope_of(call.metadata, span_headers())
         waiters = [*self._waiters.get(call, ()), *_members_that_wait(call)]
         kind = Kind.CALL if invocation.channel is None else Kind.STREAM
-        value = envelope, args, kwargs, deployment_id, number_of(call._parent), waiters
+        target: object = None
+        if isinstance(invocation, BoundInvocation):
+            target = invocation.slot.number
+        elif isinstance(invocation, ToEachReplica | Reservation):
+            kind = Kind.STREAM
+            target = CHOOSE if isinstance(invocation, Reservation) else BROADCAST
+        value = envelope, args, kwargs, deployment_id, number_of(call._parent), waiters, target
         try:
             content = encode(value)
             self._last += 1
@@ -343,6 +434,14 @@ class ServerRouter(CallTasks):
         work: RemoteWork | None = None
         try:
             work = self._directory.send(call, invocation, self._deployment_id)
+            if isinstance(invocation, Reservation):
+                for place in await work.take():
+                    invocation.hold(call, RemoteSlot(work, self._mailbox), place)
+                await work.outcome()
+                return
+            if isinstance(invocation, ToEachReplica):
+                await self._collect(call, work)
+                return
             if invocation.channel is None:
                 call.settle(await work.outcome())
                 return
@@ -357,3 +456,45 @@ class ServerRouter(CallTasks):
         except asyncio.CancelledError:
             if work is not None and not work.is_over:
                 work.frames.post(Kind.CANCEL, work.number)
+        finally:
+            if isinstance(invocation, BoundInvocation):
+                invocation.slot.release(call)
+
+    async def _collect(self, root: Call, work: RemoteWork) -> None:
+        """Settle the calls of a broadcast, as their outcomes arrive."""
+        calls: list[Call] = []
+        task = self._tasks[root]
+        try:
+            while items := await work.take():
+                for item in items:
+                    if isinstance(item, int):
+                        calls = [Call(root.metadata, NO_WORK, Context()) for _ in range(item)]
+                        for each in calls:  # their cancellation is that of the broadcast
+                            each.queue, self._tasks[each] = self, task
+                        root.settle(calls)
+                    else:
+                        number, value, error = item
+                        calls[number].settle(value, unpickled_error(error) if error else None)
+                work.give()
+        except Exception as problem:  # the link has ended
+            for each in calls:
+                each.settle(error=problem)
+            raise
+        finally:
+            for each in calls:
+                self._tasks.pop(each, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSlot:
+    """A slot that the server holds for a call of this process. Thread-safe."""
+
+    work: RemoteWork
+    mailbox: Mailbox
+
+    @property
+    def number(self) -> int:
+        return self.work.number
+
+    def release(self, call: Call) -> None:
+        self.mailbox.post(self.work.frames.post, Kind.CLOSE, self.number)
