@@ -25,7 +25,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -163,7 +163,7 @@ class Invocation(Work):
 class BoundInvocation(Invocation):
     """The work of a call that one replica was chosen for: no other one runs it.
 
-    `slot` is the slot that it has, if its replica is in another process.
+    `slot` is for routers to other processes: the slot that the call has, `None` for a broadcast.
     """
 
     slot: Any = None
@@ -174,28 +174,22 @@ class BoundInvocation(Invocation):
         return cls(work.method, [*work.args], dict(work.kwargs), work.channel)
 
 
-class ToEachReplica(Invocation):
-    """The work of a call that each replica is to run."""
-
-    __slots__ = ()
-
-
 @dataclass(eq=False, repr=False, slots=True)
 class Reservation(Invocation):
     """The work of a call that only holds a slot, until `dispatch` or the end of its selection.
 
     `held` has the replica while the slot is held: the thread that pops it decides about the slot.
-    `place` describes the replica, to people.
+    `place` has the public fields of the selection.
     """
 
-    wake: Callable[[], object] = lambda: None
+    wake: Callable[[], object]
     held: list[Any] = field(default_factory=list)
     place: dict[str, Any] = field(default_factory=dict)
     is_over: bool = False
 
     def start(self, call: Call, runner: Runner) -> None:
         call.runner = runner
-        self.hold(call, runner, {"replica_id": runner.replica_id.unique_id})
+        self.hold(call, runner, {**_HERE, "replica_id": runner.replica_id.unique_id})
 
     def hold(self, call: Call, runner: Any, place: dict[str, Any]) -> None:
         """Note the replica whose slot the call has. Thread-safe."""
@@ -207,10 +201,8 @@ class Reservation(Invocation):
 
     def take(self) -> Any:
         """Return the replica whose slot is held, to one caller only; `None` to the others."""
-        try:
+        with suppress(IndexError):
             return self.held.pop()
-        except IndexError:
-            return None
 
     def give_back(self, call: Call) -> None:
         """Give the slot back, unless it was taken. Thread-safe."""
@@ -218,6 +210,14 @@ class Reservation(Invocation):
         if (runner := self.take()) is not None:
             runner.release(call)
         call.settle()
+
+
+_HERE: dict[str, Any] = {
+    **dict.fromkeys(("port", "availability_zone")),
+    "node_ip": "127.0.0.1",
+    "node_id": "",
+    "replica_metadata": {},
+}
 
 
 async def pass_on(item: Any, channel: Channel[object]) -> bool:
@@ -230,27 +230,15 @@ async def pass_on(item: Any, channel: Channel[object]) -> bool:
     return True
 
 
-class _BesideUsers:
-    """A method of handles whose name a deployment's method may have: `handle.name.remote()`."""
-
-    __slots__ = ("_function", "_name")
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, handle: DeploymentHandle | None, owner: object = None) -> Any:
-        if handle is None:
-            return self._function
-        bound: Any = partial(self._function, handle)
-        bound.remote = handle.options(method_name=self._name).remote
-        return bound
-
-
 def _beside_users(function: F) -> F:
-    return cast(Any, _BesideUsers(function))  # type: ignore[no-any-return]
+    """Return a method whose name a deployment's method may have: `handle.name.remote()`."""
+
+    def bound(handle: DeploymentHandle) -> Any:
+        method: Any = partial(function, handle)
+        method.remote = handle.options(method_name=function.__name__).remote
+        return method
+
+    return cast(Any, property(bound))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,8 +386,7 @@ class DeploymentHandle(Generic[T_co]):
         """
 
         def take(router: CallRouter, call: Call) -> None:
-            work: Any = call.work
-            call.work = ToEachReplica(work.method, work.args, work.kwargs, None)
+            call.work = BoundInvocation.of(call.work)
             router.broadcast(call)
 
         options = replace(self.options(method_name=method_name)._options, stream=False)
@@ -420,6 +407,14 @@ class DeploymentHandle(Generic[T_co]):
     async def _choose(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AsyncIterator[ReplicaSelection]:
+        selection = await self.reserve(args, kwargs)
+        try:
+            yield selection
+        finally:
+            selection.release()
+
+    async def reserve(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReplicaSelection:
+        """Return the selection of `choose_replica`, which the caller has to release."""
         placed = Wakeup(asyncio.get_running_loop())
         work = Reservation("", [], {}, None, placed.wake)
 
@@ -430,7 +425,7 @@ class DeploymentHandle(Generic[T_co]):
             router.assign(call)
 
         response = self._by(take, self._options).remote(*args, **kwargs)
-        call = response._call  # while it is waited for, or held, the response must stay
+        call = response._call
         call.when_settled(placed.wake)
         try:
             waiter = begin_wait(call)
@@ -440,13 +435,11 @@ class DeploymentHandle(Generic[T_co]):
                 end_wait(call, waiter)
             if not work.held:
                 call.outcome()
-            selection = ReplicaSelection(self, call, work)
-            yield selection
-        except asyncio.CancelledError:
+        except BaseException:
             call.cancel()
-            raise
-        finally:
             work.give_back(call)
+            raise
+        return ReplicaSelection(**work.place, _handle=self, _response=response, _work=work)
 
     @_beside_users
     def dispatch(self, selection: ReplicaSelection, *args: Any, **kwargs: Any) -> Any:
@@ -461,8 +454,14 @@ class DeploymentHandle(Generic[T_co]):
                 "Cannot dispatch a selection created for a different deployment. This handle is "
                 f"for {self._id}, but the selection was created for {selection._handle._id}."
             )
-        selection._use()
-        reserved, work = selection._call, selection._work
+        if selection._is_used:
+            # Text: Ray 2.60.0, replica_wrapper.py.
+            raise RuntimeError(
+                f"ReplicaSelection for {selection.replica_id} has already been dispatched. Each "
+                "selection can only be dispatched once."
+            )
+        selection._is_used = True
+        reserved, work = selection._response._call, selection._work
 
         def take(router: CallRouter, call: Call) -> None:
             if (runner := work.take()) is None:
@@ -573,41 +572,23 @@ class _Instead:
         self._take(self._of, call)
 
 
+@dataclass(eq=False, slots=True)
 class ReplicaSelection:
     """A replica with a slot for one call, which `handle.dispatch` makes.
 
-    Of a replica on this machine only `replica_id` says something. `replica_metadata` is empty.
+    Of a replica in this server only `replica_id` says something.
     """
 
-    __slots__ = ("_call", "_handle", "_unused", "_work")
-
-    def __init__(self, handle: DeploymentHandle, call: Call, work: Reservation) -> None:
-        self._handle, self._call, self._work = handle, call, work
-        self._unused = [True]  # the thread that pops it may dispatch
-
-    @property
-    def replica_id(self) -> str:
-        return str(self._work.place["replica_id"])
-
-    @property
-    def node_ip(self) -> str:
-        return str(self._work.place.get("node_ip", "127.0.0.1"))
-
-    @property
-    def node_id(self) -> str:
-        return str(self._work.place.get("node_id", ""))
-
-    @property
-    def port(self) -> int | None:
-        return self._work.place.get("port")
-
-    @property
-    def availability_zone(self) -> str | None:
-        return self._work.place.get("availability_zone")
-
-    @property
-    def replica_metadata(self) -> dict[str, Any]:
-        return dict(self._work.place.get("replica_metadata") or {})
+    replica_id: str
+    node_ip: str
+    port: int | None
+    node_id: str
+    availability_zone: str | None
+    replica_metadata: dict[str, Any]
+    _handle: DeploymentHandle = field(repr=False)
+    _response: Any = field(repr=False)  # its end would cancel the call that holds the slot
+    _work: Reservation = field(repr=False)
+    _is_used: bool = field(default=False, repr=False)
 
     @property
     def address(self) -> str:
@@ -615,22 +596,11 @@ class ReplicaSelection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the public fields."""
-        names = ("replica_id", "node_ip", "port", "node_id", "availability_zone")
-        fields = {name: getattr(self, name) for name in names}
-        return {**fields, "replica_metadata": self.replica_metadata}
+        return dict(self._work.place)
 
-    def _use(self) -> None:
-        """Raise `RuntimeError` if it was used before. Text: Ray 2.60.0, replica_wrapper.py."""
-        try:
-            self._unused.pop()
-        except IndexError:
-            raise RuntimeError(
-                f"ReplicaSelection for {self.replica_id} has already been dispatched. Each "
-                "selection can only be dispatched once."
-            ) from None
-
-    def __repr__(self) -> str:
-        return f"ReplicaSelection(replica_id='{self.replica_id}')"
+    def release(self) -> None:
+        """Give the slot back, unless it was used. Thread-safe."""
+        self._work.give_back(self._response._call)
 
 
 def _responses_among(arguments: tuple[Any, ...]) -> list[DeploymentResponse]:
@@ -890,9 +860,6 @@ class DeploymentBroadcastResponse(Generic[R_co]):
             "`DeploymentBroadcastResponse` cannot be awaited directly. Use "
             "`await response.results_async()`, or `response.results()` in a thread."
         )
-
-    def __getattr__(self, name: str) -> Any:
-        raise absent_member(self, name)
 
     def __repr__(self) -> str:
         return "DeploymentBroadcastResponse()"

@@ -49,7 +49,6 @@ from ingress.handle import (
     DeploymentHandle,
     Invocation,
     Reservation,
-    ToEachReplica,
     pass_on,
 )
 from ingress.serving.processes.crossing import pickled_error, unpickled_error
@@ -171,13 +170,6 @@ def _unpickled() -> RayDirectory:
     return _here
 
 
-@dataclass(eq=False, repr=False, slots=True)
-class OfReplica(Invocation):
-    """The work of a call of a broadcast: Ray's result of one replica, which is awaited."""
-
-    result: Any = None
-
-
 @dataclass(frozen=True, slots=True)
 class RaySlot:
     """The slot of a selection of Ray's, which is kept until `over` is set."""
@@ -209,28 +201,26 @@ class RemoteRouter(CallTasks):
         invocation = call.work
         assert isinstance(invocation, Invocation)
         response: RayResponse | None = None
+        slot: RaySlot | None = getattr(invocation, "slot", None)
         try:
-            if isinstance(invocation, OfReplica):
-                response = invocation.result
-                call.settle(await invocation.result.get_async())
-                return
             _show_request(metadata)
             check_arguments(metadata, invocation)
             handle = self._handle(metadata)
             args, kwargs = (as_sent(metadata), *invocation.args), invocation.kwargs
-            if isinstance(invocation, ToEachReplica):
-                await self._broadcast(
-                    call, handle.broadcast(remote_name(metadata.method_name), *args, **kwargs)
-                )
-                return
             if isinstance(invocation, Reservation):
                 async with handle.choose_replica(*args, **kwargs) as selection:
-                    slot = RaySlot(selection, self._mailbox, asyncio.Event())
-                    invocation.hold(call, slot, selection.to_dict())
-                    await slot.over.wait()
+                    held = RaySlot(selection, self._mailbox, asyncio.Event())
+                    invocation.hold(call, held, selection.to_dict())
+                    await held.over.wait()
                 return
-            if isinstance(invocation, BoundInvocation):
-                response = handle.dispatch(invocation.slot.selection, *args, **kwargs)
+            if isinstance(invocation, BoundInvocation) and slot is None:
+                name = remote_name(metadata.method_name)
+                every = handle.broadcast(name, *args, **kwargs)
+                found = await every.results_async(return_exceptions=True)
+                self.settle_each(call, (_outcome(each, metadata) for each in found))
+                return
+            if slot is not None:
+                response = handle.dispatch(slot.selection, *args, **kwargs)
             else:
                 response = handle.remote(*args, **kwargs)
             if invocation.channel is None:
@@ -249,18 +239,8 @@ class RemoteRouter(CallTasks):
         except Exception as error:  # the caller gets it
             call.settle(error=translated(error, metadata))
         finally:
-            if isinstance(invocation, BoundInvocation):
-                invocation.slot.release(call)
-
-    async def _broadcast(self, root: Call, response: Any) -> None:
-        """Settle a broadcast with the calls of its replicas, each with a task of its own."""
-        calls = []
-        for result in await response._fetch_replica_results_async():
-            work = OfReplica("", [], {}, None, result)
-            calls.append(Call(root.metadata, work, root.context.copy()))
-            calls[-1].queue = self
-            self._begin(calls[-1])
-        root.settle(calls)
+            if slot is not None:
+                slot.release(call)
 
     def _handle(self, metadata: RequestMetadata) -> RayHandle:
         key = remote_name(metadata.method_name), metadata.is_streaming
@@ -273,6 +253,13 @@ class RemoteRouter(CallTasks):
         if metadata.session_id:
             handle = handle.options(session_id=metadata.session_id)
         return handle
+
+
+def _outcome(found: object, metadata: RequestMetadata) -> tuple[object, BaseException | None]:
+    """Return value and error of a replica in a broadcast."""
+    if isinstance(found, BaseException):
+        return None, translated(found, metadata)
+    return found, None
 
 
 def _show_request(metadata: RequestMetadata) -> None:

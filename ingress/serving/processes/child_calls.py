@@ -13,10 +13,9 @@ that they differ from those of calls that the child serves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ingress.core.base.types import PRIORITIES, DeploymentID
@@ -29,13 +28,13 @@ from ingress.exceptions import RequestCycleError
 from ingress.handle import (
     BoundInvocation,
     CallRouter,
+    DeploymentBroadcastResponse,
     DeploymentHandle,
     DeploymentResponse,
     DeploymentResponseGenerator,
     Invocation,
     ReplicaSelection,
     Reservation,
-    ToEachReplica,
     directory_here,
     pass_on,
 )
@@ -69,43 +68,9 @@ from ingress.serving.processes.remote_calls import RemoteWork
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 FindCall = Callable[[int], Call | None]
 BROADCAST, CHOOSE = "broadcast", "choose"
-"""Targets of a STREAM frame: all replicas, and one with a slot, whose selection is the only item. A
-CALL or STREAM to that replica has the number of that STREAM as its target."""
+"""Targets of a CALL: all replicas; one, whose slot is kept until a CLOSE. A CALL or STREAM to that
+one has the number of that CALL as its target."""
 _PRIORITY_NAMES = {level: name for name, level in PRIORITIES.items()}
-
-
-@dataclass(eq=False, slots=True)
-class Items:
-    """The items of a stream that is made here, for `ChildCalls._pump`."""
-
-    _call: Call
-    items: AsyncGenerator[Any, None]
-    cancel: Callable[[], object] = lambda: None
-
-
-async def _outcomes(root: Call) -> AsyncGenerator[Any, None]:
-    """Yield the number of the calls of a broadcast, and the outcome of each, as they end."""
-    await root.wait()
-    calls = root.outcome()
-    try:
-        yield len(calls)
-        for each in asyncio.as_completed([_outcome(*pair) for pair in enumerate(calls)]):
-            yield await each
-    finally:
-        for call in calls:
-            call.cancel()
-
-
-async def _outcome(number: int, call: Call) -> tuple[int, Any, bytes]:
-    await call.wait()
-    error = call.error
-    if error is None:
-        try:
-            encode(value := as_sent(call.value))
-            return number, value, b""
-        except Exception as problem:  # of the code of its class: the child gets it
-            error = unsendable(call.deployment_name, problem, result=call.value)
-    return number, None, pickled_error(error)
 
 
 class ChildCalls:
@@ -117,7 +82,7 @@ class ChildCalls:
     """
 
     __slots__ = ("_find_call", "_frames", "_last", "_loop", "_make_handle", "_responses",
-                 "_selections", "_tasks", "_windows")  # fmt: skip
+                 "_selections", "_tasks", "_windows", "_works")  # fmt: skip
 
     def __init__(self, frames: Frames, make_handle: MakeHandle, find_call: FindCall) -> None:
         self._frames = frames
@@ -125,7 +90,8 @@ class ChildCalls:
         self._find_call = find_call
         self._loop = asyncio.get_running_loop()
         self._last = 0  # the number of the last call
-        self._responses: dict[int, DeploymentResponse | DeploymentResponseGenerator | Items] = {}
+        self._responses: dict[int, DeploymentResponse | DeploymentResponseGenerator] = {}
+        self._works: dict[int, asyncio.Task[None]] = {}  # that are no response of a handle
         self._selections: dict[int, ReplicaSelection] = {}
         self._windows: dict[int, SendWindow] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,6 +109,9 @@ class ChildCalls:
             raise unknown(kind)
         elif number > self._last:
             raise FrameError(f"a frame of call {number}, which it did not make")
+        elif number in self._works or number in self._selections:
+            if kind in (Kind.CANCEL, Kind.CLOSE):
+                self._withdraw(number)
         elif number in self._responses:  # else its answer is on its way
             if kind == Kind.CREDIT:
                 if number in self._windows:
@@ -174,28 +143,26 @@ class ChildCalls:
         origin = self._find_call(parent) or Call(metadata, NO_WORK, context)
         context.run(CURRENT_CALL.set, origin)
         if target in (BROADCAST, CHOOSE):
-            stands_for = Call(metadata, NO_WORK, context)
-            stands_for.settle()
-            if target == CHOOSE:
-                items = self._chosen(number, handle, args, kwargs)
-            else:
+            work = self._choose(number, handle, args, kwargs)
+            if target == BROADCAST:
                 method = metadata.method_name
-                items = _outcomes(context.run(handle.broadcast, method, *args, **kwargs)._root)
-            response: Any = Items(stands_for, items)
-        elif target is None:
+                work = self._broadcast(context.run(handle.broadcast, method, *args, **kwargs))
+            task = self._loop.create_task(self._answer(number, work), context=context)
+            self._works[number] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        response: Any
+        if target is None:
             response = context.run(handle.remote, *args, **kwargs)
         else:
             selection = self._selections[target]
             selection._handle = handle  # which knows whether this is a stream
             response = context.run(handle.dispatch, selection, *args, **kwargs)
         self._responses[number] = response
-        if not isinstance(response, DeploymentResponse):
+        if isinstance(response, DeploymentResponseGenerator):
             self._windows[number] = SendWindow()
-            task = self._loop.create_task(
-                self._pump(number, response), context=context if target == CHOOSE else None
-            )
-            if isinstance(response, Items):  # later: a task that never begins sends no end
-                response.cancel = partial(self._loop.call_soon, task.cancel)
+            task = self._loop.create_task(self._pump(number, response))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
@@ -204,17 +171,42 @@ class ChildCalls:
         for waiter in waiters:
             self._begin_wait(number, waiter)
 
-    async def _chosen(
+    def _withdraw(self, number: int) -> None:
+        """End a broadcast or a choice, or give the slot of a choice back."""
+        if (task := self._works.get(number)) is not None:
+            task.cancel()
+        else:
+            self._selections.pop(number).release()
+
+    async def _answer(self, number: int, work: Coroutine[Any, Any, object]) -> None:
+        try:
+            self._frames.post(Kind.DONE, number, encode(await work))
+        except Exception as error:  # of the call: the child gets it
+            self._frames.post(Kind.FAILED, number, pickled_error(error))
+        except asyncio.CancelledError:
+            self._frames.post(Kind.DONE, number)  # the child does not wait any more
+            raise
+        finally:
+            del self._works[number]
+
+    async def _choose(
         self, number: int, handle: DeploymentHandle, args: Any, kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Yield the selection of a replica, and keep it until the child closes the stream."""
-        async with handle.choose_replica(*args, **kwargs) as selection:
-            self._selections[number] = selection
+    ) -> object:
+        self._selections[number] = selection = await handle.reserve(args, kwargs)
+        return selection.to_dict()
+
+    async def _broadcast(self, response: DeploymentBroadcastResponse) -> object:
+        """Return the values and errors of the replicas."""
+        await response.results_async(return_exceptions=True)
+        outcomes: list[tuple[object, bytes | None]] = []
+        for each in response._root.value:
+            error = each.error
             try:
-                yield selection.to_dict()
-                await self._loop.create_future()
-            finally:
-                del self._selections[number]
+                encode(as_sent(each.value))
+            except Exception as problem:  # of the code of its class: the child gets it
+                error = unsendable(each.deployment_name, problem, result=each.value)
+            outcomes.append((None, pickled_error(error)) if error else (as_sent(each.value), None))
+        return outcomes
 
     def _begin_wait(self, number: int, waiter: int) -> None:
         """Note that a call of the child waits for the answer: that may be a deadlock."""
@@ -248,25 +240,20 @@ class ChildCalls:
                 error = unsendable(call.deployment_name, problem, result=call.value)
         self._frames.post(Kind.FAILED, number, pickled_error(error))
 
-    async def _pump(self, number: int, items: DeploymentResponseGenerator | Items) -> None:
+    async def _pump(self, number: int, items: DeploymentResponseGenerator) -> None:
         """Send the items of a stream, as fast as the child takes them."""
         window = self._windows[number]
         try:
-            async for item in items.items if isinstance(items, Items) else items:
+            async for item in items:
                 content = item_as_sent(items._call.deployment_name, item)
                 await window.take(size_of_content(content))
                 self._frames.post(Kind.ITEM, number, content)
         except Exception as error:  # of the stream: the child gets it
             items.cancel()
             self._frames.post(Kind.FAILED, number, pickled_error(error))
-        except asyncio.CancelledError:
-            self._frames.post(Kind.DONE, number)
-            raise
         else:
             self._frames.post(Kind.DONE, number)
         finally:
-            if isinstance(items, Items):
-                await items.items.aclose()
             self._responses.pop(number, None)
             self._windows.pop(number, None)
 
@@ -274,6 +261,8 @@ class ChildCalls:
         """Cancel the calls: the child has ended."""
         for response in list(self._responses.values()):
             response.cancel()
+        for selection in self._selections.values():
+            selection.release()
         for task in self._tasks:
             task.cancel()
 
@@ -328,10 +317,9 @@ class ServerDirectory(LoopOfHandles):
         kind = Kind.CALL if invocation.channel is None else Kind.STREAM
         target: object = None
         if isinstance(invocation, BoundInvocation):
-            target = invocation.slot.number
-        elif isinstance(invocation, ToEachReplica | Reservation):
-            kind = Kind.STREAM
-            target = CHOOSE if isinstance(invocation, Reservation) else BROADCAST
+            target = BROADCAST if invocation.slot is None else invocation.slot.number
+        elif isinstance(invocation, Reservation):
+            target = CHOOSE
         value = envelope, args, kwargs, deployment_id, number_of(call._parent), waiters, target
         try:
             content = encode(value)
@@ -435,12 +423,13 @@ class ServerRouter(CallTasks):
         try:
             work = self._directory.send(call, invocation, self._deployment_id)
             if isinstance(invocation, Reservation):
-                for place in await work.take():
-                    invocation.hold(call, RemoteSlot(work, self._mailbox), place)
-                await work.outcome()
+                place: Any = await work.outcome()
+                invocation.hold(call, RemoteSlot(work, self._mailbox), place)
                 return
-            if isinstance(invocation, ToEachReplica):
-                await self._collect(call, work)
+            if isinstance(invocation, BoundInvocation) and invocation.slot is None:
+                found: Any = await work.outcome()
+                outcomes = ((each, error and unpickled_error(error)) for each, error in found)
+                self.settle_each(call, outcomes)
                 return
             if invocation.channel is None:
                 call.settle(await work.outcome())
@@ -456,33 +445,6 @@ class ServerRouter(CallTasks):
         except asyncio.CancelledError:
             if work is not None and not work.is_over:
                 work.frames.post(Kind.CANCEL, work.number)
-        finally:
-            if isinstance(invocation, BoundInvocation):
-                invocation.slot.release(call)
-
-    async def _collect(self, root: Call, work: RemoteWork) -> None:
-        """Settle the calls of a broadcast, as their outcomes arrive."""
-        calls: list[Call] = []
-        task = self._tasks[root]
-        try:
-            while items := await work.take():
-                for item in items:
-                    if isinstance(item, int):
-                        calls = [Call(root.metadata, NO_WORK, Context()) for _ in range(item)]
-                        for each in calls:  # their cancellation is that of the broadcast
-                            each.queue, self._tasks[each] = self, task
-                        root.settle(calls)
-                    else:
-                        number, value, error = item
-                        calls[number].settle(value, unpickled_error(error) if error else None)
-                work.give()
-        except Exception as problem:  # the link has ended
-            for each in calls:
-                each.settle(error=problem)
-            raise
-        finally:
-            for each in calls:
-                self._tasks.pop(each, None)
 
 
 @dataclass(frozen=True, slots=True)
