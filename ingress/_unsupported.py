@@ -27,7 +27,6 @@ TRACING = "set OpenTelemetry's tracer provider in your own code; see docs/opente
 HTTP_ONLY = "pass serve.start(http_options={...}) what it says of HTTP, and leave the rest out"
 HTTP_BEFORE = "call serve.start(http_options={'host': ..., 'port': ...}) before it"
 NO_PROMETHEUS = "ask Prometheus in a policy of your own, a class or a function: policy_function"
-EACH_REPLICA = "call the deployment; what every replica must know comes with user_config"
 REPLICAS = "set num_replicas or autoscaling_config"
 NO_NODES = "serve.status() has what both engines have, and no nodes"
 ALWAYS_RUNS = "a handle needs no start and no end; leave it out"
@@ -67,9 +66,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     "DeploymentResponse": {"by_reference": BY_REFERENCE},
     "DeploymentResponseGenerator": {"by_reference": BY_REFERENCE},
     "DeploymentHandle": {
-        "broadcast": EACH_REPLICA,
-        "choose_replica": "which replica is next is the router's choice; call handle.remote()",
-        "dispatch": "which replica is next is the router's choice; call handle.remote()",
         "is_initialized": ALWAYS_RUNS,
         "running_replicas_populated": ALWAYS_RUNS,
     },
@@ -96,7 +92,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     ),
     "context": {"DeploymentActorContext": STATE},
     "exceptions": {"gRPCStatusError": NO_GRPC},
-    "handle": {"DeploymentBroadcastResponse": EACH_REPLICA},
     "schema": {
         **dict.fromkeys(
             (
