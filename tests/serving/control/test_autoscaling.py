@@ -240,7 +240,8 @@ def test_a_policy_gets_what_the_replicas_record(
     scaling = {"max_replicas": 2, "policy": {"policy_function": policy}, **SOON}
     queue = Queue.options(autoscaling_config=scaling, isolation=isolation)  # type: ignore[attr-defined]
     handle = serve.run(bind(queue), route_prefix=None)
-    wait_until(lambda: seen[-1].aggregated_metrics == {"depth": {seen[-1].running_replicas[0]: 0}})
+    wait_until(lambda: seen and seen[-1].aggregated_metrics)
+    assert seen[-1].aggregated_metrics == {"depth": {seen[-1].running_replicas[0]: 0}}
     assert seen[0].raw_metrics == {}  # nothing was recorded yet
     handle.broadcast("become", 9).results()
     wait_until(lambda: running("Queue") == 2)
