@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.engines.api import COLUMN, serve
 from tests.engines.client import Client, outcome
-from tests.engines.probe import hold, note, notes, open_gate, wait_for_notes, wait_until
-from tests.engines.suite import Deviation, scenario
+from tests.engines.probe import note, notes, wait_until
+from tests.engines.suite import scenario
 
 PACKAGE = "ray.serve" if os.environ.get(COLUMN) == "native" else "ingress"
 ENDS = ("SUCCESS", "FAILURE", "REVOKED")
