@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from tests.engines.api import serve
-from tests.engines.client import Client, outcome, raised, refused, text, wait_until
-from tests.engines.probe import hold, note, notes, open_gate, wait_for_notes
+from tests.engines.client import Client, outcome, raised, refused, text
+from tests.engines.probe import hold, note, notes, open_gate, wait_for_notes, wait_until
 from tests.engines.suite import Deviation, scenario
 
 BY_REFERENCE = Deviation(
@@ -534,7 +534,7 @@ def what_a_broadcast_refuses(it: Client) -> Any:
 @scenario("Methods of handles", pair)
 def a_chosen_replica_runs_the_call_that_is_dispatched_to_it(it: Client) -> Any:
     async def choose() -> Any:
-        found = []
+        found: list[Any] = []
         handle = it.handle.options(method_name="my_rank")
         async with handle.choose_replica() as one, handle.choose_replica() as other:
             for each in (one, other, one):

@@ -2,14 +2,16 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.engines.api import COLUMN, serve
 from tests.engines.client import Client, outcome
 from tests.engines.probe import note, notes, wait_until
 from tests.engines.suite import scenario
 
+F = TypeVar("F", bound=Callable[..., Any])
 PACKAGE = "ray.serve" if os.environ.get(COLUMN) == "native" else "ingress"
 ENDS = ("SUCCESS", "FAILURE", "REVOKED")
 QUEUE = "clerk"
@@ -50,22 +52,23 @@ _made: list[Any] = []
 
 def clerk() -> Any:
     consumer = import_module(f"{PACKAGE}.task_consumer")
+    task_handler: Callable[..., Callable[[F], F]] = consumer.task_handler
 
     # Made here: a class of this module would have another folder in each process.
     class Clerk:
         def __init__(self) -> None:
             self.count = 0
 
-        @consumer.task_handler(name="sum")
+        @task_handler(name="sum")
         def add(self, one: int, other: int = 0) -> int:
             return one + other
 
-        @consumer.task_handler
+        @task_handler()
         def fails(self, key: str) -> None:
             note(key)
             raise ValueError("told so")
 
-        @consumer.task_handler
+        @task_handler()
         def counts(self) -> int:
             self.count += 1
             return self.count

@@ -227,7 +227,7 @@ def test_a_policy_that_cannot_be_imported_fails_the_start(path: str, gate: Gate)
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_policy_gets_what_the_replicas_record(
-    isolation: str, caplog: pytest.LogCaptureFixture
+    isolation: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a replica could not record is in no metric, and ends nothing."""
     seen: list[AutoscalingContext] = []
@@ -238,7 +238,7 @@ def test_a_policy_gets_what_the_replicas_record(
         return (2 if latest and max(latest) > 5 else 1), {}
 
     scaling = {"max_replicas": 2, "policy": {"policy_function": policy}, **SOON}
-    queue = Queue.options(autoscaling_config=scaling, isolation=isolation)  # type: ignore[attr-defined]
+    queue = Queue.options(autoscaling_config=scaling, isolation=isolation)
     handle = serve.run(bind(queue), route_prefix=None)
     wait_until(lambda: seen and seen[-1].aggregated_metrics)
     assert seen[-1].aggregated_metrics == {"depth": {seen[-1].running_replicas[0]: 0}}

@@ -549,7 +549,7 @@ def test_a_broadcast_to_the_own_replica_without_a_slot_is_an_error(pair: Deploym
 
 
 def test_a_broadcast_without_replicas_is_unavailable(shutdown: None) -> None:
-    none = Pair.options(num_replicas=None, autoscaling_config={"min_replicas": 0})  # type: ignore[attr-defined]
+    none = Pair.options(num_replicas=None, autoscaling_config={"min_replicas": 0})
     handle = serve.run(bind(none), route_prefix=None)
     with pytest.raises(DeploymentUnavailableError, match="no replicas"):
         handle.broadcast("add", 1).results(timeout_s=PATIENCE_S)
@@ -564,7 +564,7 @@ def test_a_broadcast_refuses_what_it_cannot_do(pair: DeploymentHandle) -> None:
         with pytest.raises(RuntimeError, match=r"await response\.results_async\(\)"):
             response.results()
         with pytest.raises(TypeError, match="results_async"):
-            await response  # type: ignore[misc]
+            await response
 
     asyncio.run(main())
     response.results(timeout_s=PATIENCE_S)
@@ -639,7 +639,7 @@ async def test_a_selection_is_no_replica_of_another_deployment(pair: DeploymentH
 async def test_a_chosen_replica_that_has_left_is_unavailable(pair: DeploymentHandle) -> None:
     async with pair.add.choose_replica() as one, pair.add.choose_replica() as other:
         last = one if one.replica_id == "1" else other
-        update = Pair.options(num_replicas=1, graceful_shutdown_timeout_s=0)  # type: ignore[attr-defined]
+        update = Pair.options(num_replicas=1, graceful_shutdown_timeout_s=0)
         scaled = asyncio.create_task(asyncio.to_thread(serve.run, bind(update), route_prefix=None))
         router: Any = pair._directory.router(pair.deployment_id)
         await until(lambda: len(router.replicas) == 1)
