@@ -127,7 +127,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "GangRuntimeFailurePolicy": NO_GANGS,
         "GangSchedulingConfig": NO_GANGS,
         "ProxyLocation": "where HTTP is served is the engine's choice; leave it out",
-        "gRPCOptions": NO_GRPC,
+        "gRPCOptions": "on Ray, give a dict: serve.start(engine='ray', grpc_options={...})",
     },
 }
 
@@ -149,7 +149,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "serve.start": {
         "proxy_location": "where HTTP is served is the engine's choice; leave it out, or say "
         "host=None in http_options for no HTTP",
-        "grpc_options": NO_GRPC,
+        "grpc_options": f"{NO_GRPC}, or start with engine='ray'",
         "tracing_config": TRACING,
         "controller_options": CONTROLLER,
         "kwargs": HTTP_ONLY,
