@@ -62,8 +62,7 @@ WITHOUT_EFFECT = {
 WITH_ANOTHER_EFFECT = {
     "serve.deployment(max_constructor_retry_count)": (
         "a first start is tried again only if it is given, see deviations.md"
-    ),
-    "serve.start(grpc_options)": "in one process: refused; the Ray engine passes it on",
+    )
 }
 WITHOUT_EFFECT_HERE: set[str] = set()
 LONGEST_DEFAULT = 30
