@@ -1,6 +1,8 @@
 """Jobs of a broker that all processes of one machine reach: files, by Celery."""
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
@@ -22,6 +24,7 @@ def config() -> Any:
     if not _made:
         schema = import_module(f"{PACKAGE}.schema")
         folder = tempfile.mkdtemp(prefix="ingress-jobs-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         paths = {
             name: os.path.join(folder, name)
             for name in ("data_folder_in", "processed_folder", "control_folder", "results")
