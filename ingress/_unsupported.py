@@ -27,7 +27,6 @@ TRACING = "set OpenTelemetry's tracer provider in your own code; see docs/opente
 HTTP_ONLY = "pass serve.start(http_options={...}) what it says of HTTP, and leave the rest out"
 HTTP_BEFORE = "call serve.start(http_options={'host': ..., 'port': ...}) before it"
 NO_PROMETHEUS = "ask Prometheus in a policy of your own, a class or a function: policy_function"
-EACH_REPLICA = "call the deployment; what every replica must know comes with user_config"
 REPLICAS = "set num_replicas or autoscaling_config"
 NO_NODES = "serve.status() has what both engines have, and no nodes"
 ALWAYS_RUNS = "a handle needs no start and no end; leave it out"
@@ -67,9 +66,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     "DeploymentResponse": {"by_reference": BY_REFERENCE},
     "DeploymentResponseGenerator": {"by_reference": BY_REFERENCE},
     "DeploymentHandle": {
-        "broadcast": EACH_REPLICA,
-        "choose_replica": "which replica is next is the router's choice; call handle.remote()",
-        "dispatch": "which replica is next is the router's choice; call handle.remote()",
         "is_initialized": ALWAYS_RUNS,
         "running_replicas_populated": ALWAYS_RUNS,
     },
@@ -96,7 +92,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     ),
     "context": {"DeploymentActorContext": STATE},
     "exceptions": {"gRPCStatusError": NO_GRPC},
-    "handle": {"DeploymentBroadcastResponse": EACH_REPLICA},
     "schema": {
         **dict.fromkeys(
             (
@@ -132,7 +127,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "GangRuntimeFailurePolicy": NO_GANGS,
         "GangSchedulingConfig": NO_GANGS,
         "ProxyLocation": "where HTTP is served is the engine's choice; leave it out",
-        "gRPCOptions": NO_GRPC,
+        "gRPCOptions": "on Ray, give a dict: serve.start(engine='ray', grpc_options={...})",
     },
 }
 
@@ -154,7 +149,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "serve.start": {
         "proxy_location": "where HTTP is served is the engine's choice; leave it out, or say "
         "host=None in http_options for no HTTP",
-        "grpc_options": NO_GRPC,
+        "grpc_options": f"{NO_GRPC}, or start with engine='ray'",
         "tracing_config": TRACING,
         "controller_options": CONTROLLER,
         "kwargs": HTTP_ONLY,

@@ -43,6 +43,7 @@ def start(
     http_options: HTTPOptions | dict[str, Any] | None = None,
     *,
     engine: str | None = None,
+    grpc_options: dict[str, Any] | None = None,
     logging_config: LoggingConfig | dict[str, Any] | None = None,
     tracing: bool = False,
     admin: str | None = None,
@@ -58,9 +59,12 @@ def start(
     `INGRESS_TRACING=1` does: it sets that variable. `admin` is the address of the admin listener,
     with `/metrics`: "127.0.0.1:8265", the path of a Unix socket, "" for the first free port from
     8265 on, or "off"; one that other machines reach needs `admin_token`. Ray has its own metrics.
+    `grpc_options` are those of Ray Serve, for engine="ray"; this process has no gRPC server.
     Raises `RuntimeError` if an address cannot be bound, or the engine cannot be used.
     """
     refuse("serve.start", unsupported, start)
+    if grpc_options is not None and not current_engine(engine).use_grpc(grpc_options):
+        refuse("serve.start", {"grpc_options": grpc_options}, start)
     if tracing:
         export({TRACING: "1"})  # the replicas read it, also those in processes of their own
     current_engine(engine).start(

@@ -44,7 +44,7 @@ from ingress.core.base.options import (
     is_variable,
 )
 from ingress.core.base.settings import HTTPLimits
-from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.core.base.types import DeploymentID, ReplicaID, TimeStampedValue
 from ingress.core.execution.execution import Kind, kind
 
 NOT_ACTED_ON: frozenset[str] = frozenset()
@@ -126,7 +126,9 @@ class AutoscalingContext:
     """The load and the replicas of a deployment, as an autoscaling policy gets them.
 
     `total_num_requests` and `total_queued_requests` are aggregated over the look-back period; times
-    are Unix time in seconds. There are no metrics of the user's own.
+    are Unix time in seconds. `raw_metrics` are the values that `record_autoscaling_stats` of each
+    replica returned in that period, the latest last; `aggregated_metrics` are one number for each.
+    A name that no replica has recorded yet is in neither.
     """
 
     deployment_id: DeploymentID
@@ -145,7 +147,7 @@ class AutoscalingContext:
     current_time: float | None = None
     config: AutoscalingConfig | None = None
     aggregated_metrics: dict[str, dict[ReplicaID, float]] = field(default_factory=dict)
-    raw_metrics: dict[str, dict[ReplicaID, Any]] = field(default_factory=dict)
+    raw_metrics: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = field(default_factory=dict)
 
     @property
     def total_running_requests(self) -> float:

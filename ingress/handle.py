@@ -3,6 +3,8 @@
     handle.remote(x)                   -> DeploymentResponse: `await` it, or `.result()` in a thread
     handle.method.remote(x)            the same, for a method
     handle.options(stream=True)        -> DeploymentResponseGenerator: `async for`, or `for`
+    handle.broadcast("method", x)      -> DeploymentBroadcastResponse: a call of every replica
+    handle.choose_replica(x)           -> ReplicaSelection with a slot, for `handle.dispatch`
 
 Arguments and results pass by reference. A `DeploymentResponse` that is an argument is resolved
 first. A response inside a list or another value is passed as it is; the callee awaits it.
@@ -23,10 +25,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Never, NoReturn, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, Never, NoReturn, Protocol, Self, cast
 
 from typing_extensions import TypeVar
 
@@ -39,9 +43,18 @@ from ingress.core.base.types import (
     new_request_id,
     short_key,
 )
-from ingress.core.calls.call import CURRENT_CALL, NO_WORK, Call, Queue, Work, begin_wait, end_wait
+from ingress.core.calls.call import (
+    CURRENT_CALL,
+    NO_WORK,
+    Call,
+    Queue,
+    Runner,
+    Work,
+    begin_wait,
+    end_wait,
+)
 from ingress.core.calls.channel import Channel, EndOfStream
-from ingress.core.calls.loops import running_loop
+from ingress.core.calls.loops import Wakeup, running_loop
 from ingress.core.calls.tracing import TRACING, trace_call
 from ingress.exceptions import (
     RayServeException,
@@ -52,6 +65,7 @@ from ingress.exceptions import (
 
 # The class or function of a deployment. By default `Any`, so that a bare name means any of them.
 T_co = TypeVar("T_co", covariant=True, default=Any)
+F = TypeVar("F", bound=Callable[..., Any])
 # The answer to a call, or an item of its stream.
 R_co = TypeVar("R_co", covariant=True, default=Any)
 
@@ -118,6 +132,12 @@ class CallRouter(Queue, Protocol):
     def assign(self, call: Call) -> None:
         """Start the call, now or when a slot is free, or settle it as refused."""
 
+    def broadcast(self, call: Call) -> None:
+        """Make the call on each replica, and settle it with the list of these, or as refused."""
+
+    def dispatch(self, reserved: Call, call: Call, runner: Any) -> None:
+        """Run the call in the slot that `reserved` has on a replica, or settle it as refused."""
+
 
 @dataclass(eq=False, repr=False, slots=True)
 class Invocation(Work):
@@ -145,6 +165,67 @@ class Invocation(Work):
                     return  # `aclosing` closes the generator
 
 
+@dataclass(eq=False, repr=False, slots=True)
+class BoundInvocation(Invocation):
+    """The work of a call that one replica was chosen for: no other one runs it.
+
+    `slot` is for routers to other processes: the slot that the call has, `None` for a broadcast.
+    """
+
+    slot: Any = None
+    is_bound = True
+
+    @classmethod
+    def of(cls, work: Any) -> Self:
+        return cls(work.method, [*work.args], dict(work.kwargs), work.channel)
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Reservation(Invocation):
+    """The work of a call that only holds a slot, until `dispatch` or the end of its selection.
+
+    `held` has the replica while the slot is held: the thread that pops it decides about the slot.
+    `place` has the public fields of the selection.
+    """
+
+    wake: Callable[[], object]
+    held: list[Any] = field(default_factory=list)
+    place: dict[str, Any] = field(default_factory=dict)
+    is_over: bool = False
+
+    def start(self, call: Call, runner: Runner) -> None:
+        call.runner = runner
+        self.hold(call, runner, {**_HERE, "replica_id": runner.replica_id.unique_id})
+
+    def hold(self, call: Call, runner: Any, place: dict[str, Any]) -> None:
+        """Note the replica whose slot the call has. Thread-safe."""
+        self.place = place
+        self.held.append(runner)
+        if self.is_over:  # a race with `give_back`, which reads `held` after it has set this
+            self.give_back(call)
+        self.wake()
+
+    def take(self) -> Any:
+        """Return the replica whose slot is held, to one caller only; `None` to the others."""
+        with suppress(IndexError):
+            return self.held.pop()
+
+    def give_back(self, call: Call) -> None:
+        """Give the slot back, unless it was taken. Thread-safe."""
+        self.is_over = True
+        if (runner := self.take()) is not None:
+            runner.release(call)
+        call.settle()
+
+
+_HERE: dict[str, Any] = {
+    **dict.fromkeys(("port", "availability_zone")),
+    "node_ip": "127.0.0.1",
+    "node_id": "",
+    "replica_metadata": {},
+}
+
+
 async def pass_on(item: Any, channel: Channel[object]) -> bool:
     """Put an item of a stream into its channel. Returns False if its consumer has gone."""
     size = len(item) if isinstance(item, str | bytes) else 0
@@ -153,6 +234,17 @@ async def pass_on(item: Any, channel: Channel[object]) -> bool:
     except StreamClosedError:
         return False
     return True
+
+
+def _beside_users(function: F) -> F:
+    """Return a method whose name a deployment's method may have: `handle.name.remote()`."""
+
+    def bound(handle: DeploymentHandle) -> Any:
+        method: Any = partial(function, handle)
+        method.remote = handle.options(method_name=function.__name__).remote
+        return method
+
+    return cast(Any, property(bound))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +390,118 @@ class DeploymentHandle(Generic[T_co]):
             return DeploymentResponse(call)
         return DeploymentResponseGenerator(call, channel, self._directory)
 
+    @_beside_users
+    def broadcast(
+        self, method_name: str, *args: Any, **kwargs: Any
+    ) -> DeploymentBroadcastResponse[Any]:
+        """Call a method on each replica that serves now; never blocks.
+
+        On a replica without a free slot the call is the next to get one. The queue of the
+        deployment, and `max_queued_requests`, are for other calls.
+        """
+
+        def take(router: CallRouter, call: Call) -> None:
+            call.work = BoundInvocation.of(call.work)
+            router.broadcast(call)
+
+        options = replace(self.options(method_name=method_name)._options, stream=False)
+        return DeploymentBroadcastResponse(self._by(take, options).remote(*args, **kwargs)._call)
+
+    @_beside_users
+    def choose_replica(
+        self, *args: Any, **kwargs: Any
+    ) -> AbstractAsyncContextManager[ReplicaSelection]:
+        """Reserve a slot of the replica that a call with these arguments would go to.
+
+        The context gives a `ReplicaSelection` for `dispatch`. Its end gives the slot back, unless
+        it was used. Raises the errors of a call that is refused.
+        """
+        return self._choose(args, kwargs)
+
+    @asynccontextmanager
+    async def _choose(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AsyncIterator[ReplicaSelection]:
+        selection = await self.reserve(args, kwargs)
+        try:
+            yield selection
+        finally:
+            selection.release()
+
+    async def reserve(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReplicaSelection:
+        """Return the selection of `choose_replica`, which the caller has to release."""
+        placed = Wakeup(asyncio.get_running_loop())
+        work = Reservation("", [], {}, None, placed.wake)
+
+        def take(router: CallRouter, call: Call) -> None:
+            asked: Any = call.work
+            work.method, work.args, work.kwargs = asked.method, asked.args, asked.kwargs
+            call.work = work
+            router.assign(call)
+
+        response = self._by(take, self._options).remote(*args, **kwargs)
+        call = response._call
+        call.when_settled(placed.wake)
+        try:
+            waiter = begin_wait(call)
+            try:
+                await placed.wait()
+            finally:
+                end_wait(call, waiter)
+            if not work.held:
+                call.outcome()
+        except BaseException:
+            call.cancel()
+            work.give_back(call)
+            raise
+        return ReplicaSelection(**work.place, _handle=self, _response=response, _work=work)
+
+    @_beside_users
+    def dispatch(self, selection: ReplicaSelection, *args: Any, **kwargs: Any) -> Any:
+        """Make the call on the replica of a selection, in its slot. Returns what `remote` does.
+
+        The options are those of the handle that chose. Raises `RuntimeError` for a selection that
+        was dispatched before, `ValueError` for one of another deployment.
+        """
+        if selection._handle._id != self._id:
+            # Text: Ray 2.60.0, handle.py.
+            raise ValueError(
+                "Cannot dispatch a selection created for a different deployment. This handle is "
+                f"for {self._id}, but the selection was created for {selection._handle._id}."
+            )
+        if selection._is_used:
+            # Text: Ray 2.60.0, replica_wrapper.py.
+            raise RuntimeError(
+                f"ReplicaSelection for {selection.replica_id} has already been dispatched. Each "
+                "selection can only be dispatched once."
+            )
+        selection._is_used = True
+        reserved, work = selection._response._call, selection._work
+
+        def take(router: CallRouter, call: Call) -> None:
+            if (runner := work.take()) is None:
+                call.settle(
+                    error=RuntimeError(
+                        f"the slot of replica {selection.replica_id} was given back at the end of "
+                        "`async with handle.choose_replica(...)`; dispatch inside it"
+                    )
+                )
+            else:
+                call.work = BoundInvocation.of(call.work)
+                router.dispatch(reserved, call, runner)
+
+        response = self._by(take, selection._handle._options).remote(*args, **kwargs)
+        # If an argument has failed, or the call was cancelled before it had all of them.
+        response._call.when_settled(lambda _: work.give_back(reserved))
+        return response
+
+    def _by(
+        self, take: Callable[[CallRouter, Call], None], options: HandleOptions
+    ) -> DeploymentHandle:
+        """Return a handle whose calls go to `take`, once they have their arguments."""
+        directory: Any = _Instead(self._directory, take)
+        return DeploymentHandle(self._id, directory, options)
+
     def __getattr__(self, name: str) -> DeploymentHandle:
         if not name.startswith("_"):
             methods = self._directory.methods(self._id)
@@ -362,6 +566,56 @@ if TYPE_CHECKING:
 
         class StreamingHandle(StreamingView[T_co]):
             """A handle with `stream=True`: `async for item in handle.method.remote(...)`."""
+
+
+class _Instead:
+    """A directory, and its routers, whose calls go to a function, not to the router's queue."""
+
+    __slots__ = ("_of", "_take")
+
+    def __init__(self, of: Any, take: Callable[[CallRouter, Call], None]) -> None:
+        self._of, self._take = of, take
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+    def router(self, deployment_id: DeploymentID) -> _Instead:
+        return _Instead(self._of.router(deployment_id), self._take)
+
+    def assign(self, call: Call) -> None:
+        call.queue = self._of
+        self._take(self._of, call)
+
+
+@dataclass(eq=False, slots=True)
+class ReplicaSelection:
+    """A replica with a slot for one call, which `handle.dispatch` makes.
+
+    Of a replica in this server only `replica_id` says something.
+    """
+
+    replica_id: str
+    node_ip: str
+    port: int | None
+    node_id: str
+    availability_zone: str | None
+    replica_metadata: dict[str, Any]
+    _handle: DeploymentHandle = field(repr=False)
+    _response: Any = field(repr=False)  # its end would cancel the call that holds the slot
+    _work: Reservation = field(repr=False)
+    _is_used: bool = field(default=False, repr=False)
+
+    @property
+    def address(self) -> str:
+        return f"{self.node_ip}:{self.port}" if self.port else self.node_ip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the public fields."""
+        return dict(self._work.place)
+
+    def release(self) -> None:
+        """Give the slot back, unless it was used. Thread-safe."""
+        self._work.give_back(self._response._call)
 
 
 def _responses_among(arguments: tuple[Any, ...]) -> list[DeploymentResponse]:
@@ -555,6 +809,83 @@ class DeploymentResponseGenerator(_Response, Generic[R_co]):
         # the garbage collector may run this in a thread that holds the lock `cancel` needs.
         if not self._call.settled:
             self._directory.later(self._call.cancel)
+
+
+class DeploymentBroadcastResponse(Generic[R_co]):
+    """The pending answers of all replicas, in no order. They may be fetched any number of times."""
+
+    __slots__ = ("_root",)
+
+    def __init__(self, root: Call) -> None:
+        self._root = root  # whose answer is the list of the replicas' calls
+
+    def results(
+        self, *, timeout_s: float | None = None, return_exceptions: bool = False
+    ) -> list[R_co]:
+        """Wait for the answers in a thread, and return them.
+
+        Raises the first exception of a replica, unless `return_exceptions` puts it into the list;
+        `TimeoutError` after `timeout_s` (the calls continue); `RuntimeError` in a running event
+        loop, which this would block.
+        """
+        _check_timeout(timeout_s)
+        _refuse_in_loop("await response.results_async()")
+        until = None if timeout_s is None else monotonic() + timeout_s
+
+        def outcome(call: Call) -> Any:
+            if not call.wait_blocking(None if until is None else max(0.0, until - monotonic())):
+                raise TimeoutError(_LATE)
+            if return_exceptions and call.error is not None and call is not self._root:
+                return call.error
+            return call.outcome()
+
+        return [outcome(each) for each in outcome(self._root)]
+
+    async def results_async(
+        self, *, timeout_s: float | None = None, return_exceptions: bool = False
+    ) -> list[R_co]:
+        """Return the answers, as `results` does, on the running loop.
+
+        A task that is cancelled while it waits cancels the calls.
+        """
+        _check_timeout(timeout_s)
+
+        async def outcome(call: Call) -> Any:
+            await call.wait()
+            return call.outcome()
+
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                found: list[R_co] = await asyncio.gather(
+                    *map(outcome, await outcome(self._root)), return_exceptions=return_exceptions
+                )
+                return found
+        except TimeoutError as error:
+            if limit.expired():
+                raise TimeoutError(_LATE) from None
+            raise error  # of a replica
+        except asyncio.CancelledError:
+            self._root.cancel()
+            for each in self._root.value or ():
+                each.cancel()
+            raise
+
+    def __await__(self) -> NoReturn:
+        raise TypeError(
+            "`DeploymentBroadcastResponse` cannot be awaited directly. Use "
+            "`await response.results_async()`, or `response.results()` in a thread."
+        )
+
+    def __repr__(self) -> str:
+        return "DeploymentBroadcastResponse()"
+
+
+_LATE = "Timed out waiting for broadcast results."  # Text: Ray 2.60.0, handle.py.
+
+
+def _check_timeout(timeout_s: Any) -> None:
+    if not (timeout_s is None or (is_number(timeout_s) and timeout_s >= 0)):
+        raise ValueError(f"timeout_s must be None or non-negative, got {timeout_s!r}.")
 
 
 def _end(channel: Channel[object], error: BaseException | None) -> None:

@@ -357,7 +357,13 @@ def _served(
 
 
 def _run_on_ray(options: RunOptions, served: Served, settings: Settings) -> None:
-    prepare_ray(options.address, options.working_dir, served.server)
+    grpc = None if served.file is None else served.file.config.grpc_options
+    prepare_ray(
+        options.address,
+        options.working_dir,
+        served.server,
+        grpc.model_dump() if grpc is not None and grpc.changed() else None,
+    )
     if served.file is not None:
         served = replace(served, file=replace(served.file, on_cluster=True))
     serve_until_ctrl_c(load_targets(served), served, settings, None, "ray")

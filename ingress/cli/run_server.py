@@ -111,9 +111,16 @@ def start_again_if_needed(
 
 
 @refusing(RuntimeError)
-def prepare_ray(address: str | None, working_dir: str | None, server: ServerOptions) -> None:
+def prepare_ray(
+    address: str | None,
+    working_dir: str | None,
+    server: ServerOptions,
+    grpc: dict[str, object] | None = None,
+) -> None:
     """Choose the Ray engine, before the module is imported: it may call `serve.start`."""
     ray_engine().use(address, working_dir, server)
+    if grpc is not None:
+        ray_engine().use_grpc(grpc)
     export({ENGINE: "ray"})
 
 

@@ -382,7 +382,10 @@ class Supervisor:
     def _send(self, asked: Asked) -> None:
         self._count += 1
         self._asked[self._count] = asked
-        asked.waits_for |= {each.pid for each in self._workers if each.is_ready}
+        ready = [each.pid for each in self._workers if each.is_ready]
+        # Workers share their jobs: by the second one, jobs that have run again and failed meanwhile
+        # would run once more.
+        asked.waits_for |= set(ready[:1] if asked.command == "jobs" else ready)
         # While the newcomer starts, all others serve.
         starting = [each for each in self._workers if not each.is_ready]
         asked.starting = tuple(each.pid for each in starting if each is not self._newcomer)

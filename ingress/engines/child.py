@@ -192,4 +192,4 @@ class ChildEngine:
             "child processes import the script"
         )
 
-    start = run = delete = leave = writing_on_signal = shutdown = status = url = _refuse
+    start = use_grpc = run = delete = leave = writing_on_signal = shutdown = status = url = _refuse

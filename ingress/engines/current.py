@@ -30,6 +30,9 @@ class Engine(Protocol):
     def is_running(self) -> bool:
         """True while the engine has something to stop."""
 
+    def use_grpc(self, options: dict[str, object]) -> bool:
+        """Take Ray Serve's gRPC options for `start`. Returns False without a gRPC server."""
+
     def start(
         self,
         http_options: HTTPOptions | None,

@@ -212,6 +212,9 @@ class LocalEngine:
             if threads is not None and self.http.server is not None:
                 run_blocking(threads.control.loop, self.http.server.retire(wait_s))
 
+    def use_grpc(self, options: dict[str, object]) -> bool:
+        return False
+
     def start(
         self,
         http_options: HTTPOptions | None,

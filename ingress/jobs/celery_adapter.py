@@ -506,7 +506,7 @@ class CeleryConsumer:
 
     def _is_cancelled(self, job: _Job, error: Exception) -> bool:
         """Return whether the job was cancelled, once its code has ended."""
-        if not isinstance(error, RequestCancelledError) or self._stopping.is_set():
+        if not isinstance(error, RequestCancelledError):
             return False
         over = code_end(job.response)
         if job.is_cancelled and not over.wait(REFUSED_S):

@@ -152,7 +152,7 @@ class Consumer:
 
     async def _look_on(self) -> None:
         loop, tick_at, has_failed = asyncio.get_running_loop(), 0.0, False
-        while not self._is_stopping:
+        while self._running or not self._is_stopping:  # while it drains, jobs may be cancelled
             self._woken.clear()
             pause_s = TICK_S
             try:
@@ -193,7 +193,7 @@ class Consumer:
         unbegun = sum(
             response is None or not has_begun(response) for response in self._running.values()
         )
-        limit = max(self._room() - unbegun, 1 - unbegun, 0)
+        limit = 0 if self._is_stopping else max(self._room() - unbegun, 1 - unbegun, 0)
         store = self._store
         request = (store.write if limit else store.read)(
             table.look, self.queue, limit, store.owner, self._turns
@@ -209,7 +209,7 @@ class Consumer:
                 self._cancelled.add(seq)
                 if (response := self._running[seq]) is not None:
                     response.cancel()
-        if due_s is None:
+        if due_s is None or self._is_stopping:
             return TICK_S
         return max(due_s, BUSY_S)
 

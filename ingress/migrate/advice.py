@@ -237,7 +237,8 @@ def _of_function(node: ast.Call, name: str) -> Iterator[Found]:
     }
     takes = [each for each in signature.parameters if each != "unsupported"]
     for keyword in node.keywords:
-        if keyword.arg is not None and keyword.arg not in takes:
+        # What has advice is refused in one process, although the Ray engine may take it.
+        if keyword.arg is not None and (keyword.arg in known or keyword.arg not in takes):
             fix = known.get(keyword.arg) or known.get("kwargs") or f"it takes: {', '.join(takes)}"
             yield keyword, f"{function}({keyword.arg}=...)", fix
 

@@ -30,7 +30,6 @@ from pydantic import BaseModel
 
 import ingress
 from ingress._unsupported import (
-    EACH_REPLICA,
     MEMBERS,
     NAMES,
     NO_GANGS,
@@ -52,7 +51,7 @@ REFUSED = "in one process: refused when it is run; the Ray engine acts on it"
 RECORDED = "in one process: recorded, with a warning; the Ray engine acts on it"
 PRIVATE_OF_RAY = "for Ray's own use"
 MISSING = {
-    *(EACH_REPLICA, NO_GANGS, NO_GRPC, NO_PROMETHEUS, REPLICAS, STATE, NAMES["llm"]),
+    *(NO_GANGS, NO_GRPC, NO_PROMETHEUS, REPLICAS, STATE, NAMES["llm"]),
     *(NAMES["async_inference_autoscaling_policy"], NAMES["taskiq_task_processor"]),
 }
 """The advice for features without a counterpart; other absent names are absent on purpose."""

@@ -55,6 +55,7 @@ FEATURES = (
     "Health checks",
     "Start and stop",
     "Flags",
+    "Jobs",
     "Examples",
 )
 """The subjects of scenarios, in the order of the page."""

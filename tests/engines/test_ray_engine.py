@@ -619,6 +619,47 @@ def test_what_ingress_build_wrote_is_deployed_by_ray_itself(it: Served, tmp_path
     serve.delete("built")
 
 
+GRPC = """
+import ingress as serve
+from ray.serve.generated.serve_pb2 import UserDefinedResponse
+
+@serve.deployment
+class Greets:
+    async def Method1(self, message):
+        return UserDefinedResponse(greeting=f"hello {message.name}")
+
+    def Streaming(self, message):
+        for number in range(2):
+            yield UserDefinedResponse(greeting=f"{number}")
+
+app = Greets.bind()
+"""
+
+
+def test_grpc_options_of_a_file_reach_rays_proxies(tmp_path: Path) -> None:
+    (tmp_path / "greets.py").write_text(GRPC)
+    messages, services = (
+        import_module(f"ray.serve.generated.serve_pb2{each}") for each in ("", "_grpc")
+    )
+    add = "ray.serve.generated.serve_pb2_grpc.add_UserDefinedServiceServicer_to_server"
+    port = free_port()
+    config = {
+        "http_options": {"host": "127.0.0.1", "port": free_port()},
+        "grpc_options": {"port": port, "grpc_servicer_functions": [add]},
+        "applications": [{"name": "g", "import_path": "greets:app"}],
+    }
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    with (
+        running(tmp_path, "serve.yaml"),
+        import_module("grpc").insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = services.UserDefinedServiceStub(channel)
+        asked = messages.UserDefinedMessage(name="you")
+        to: dict[str, Any] = {"metadata": (("application", "g"),), "timeout": PATIENCE_S}
+        assert stub.Method1(asked, **to).greeting == "hello you"
+        assert [each.greeting for each in stub.Streaming(asked, **to)] == ["0", "1"]
+
+
 def test_the_example_with_ray_tasks_answers_what_its_docstring_says(it: Served) -> None:
     example = import_module("app_examples.ray_parallel")
     serve.run(example.app, name="tasks", route_prefix="/tasks")

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -93,6 +94,26 @@ def test_progress_is_seen_and_a_running_job_is_cancelled(jobs: Jobs) -> None:
     assert jobs.adapter.get_task_status_sync(id).status == "STARTED"
     jobs.adapter.cancel_task_sync(id)
     assert jobs.end(id, "REVOKED").is_cancelled
+
+
+def test_a_job_can_be_cancelled_while_its_deployment_drains(jobs: Jobs) -> None:
+    began = threading.Event()
+
+    class Drains:
+        @task_handler
+        async def wait(self) -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+    jobs.deploy(Drains, graceful_shutdown_timeout_s=60)
+    id = jobs.adapter.enqueue_task_sync("wait").id
+    assert began.wait(PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        deleted = pool.submit(serve.delete, "default")
+        wait_until(lambda: serve.status().applications["default"].status == "DELETING")
+        jobs.adapter.cancel_task_sync(id)
+        assert jobs.end(id, "REVOKED").is_cancelled
+        deleted.result()
 
 
 def test_a_def_that_does_not_stop_says_so(jobs: Jobs) -> None:

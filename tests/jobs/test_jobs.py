@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -349,6 +350,18 @@ def test_jobs_take_slots_and_a_deployment_without_replicas_wakes_for_them(jobs: 
     for each in ids:
         jobs.end(each)
     assert max(at_once) == 2
+
+
+def test_a_job_can_be_cancelled_while_its_deployment_drains(jobs: Jobs, gate: Gate) -> None:
+    jobs.deploy(type("Drains", (Waits,), {"gate": gate}), graceful_shutdown_timeout_s=60)
+    id = jobs.adapter.enqueue_task_sync("asleep").id
+    wait_until(lambda: gate.inside)
+    with ThreadPoolExecutor(1) as pool:
+        deleted = pool.submit(serve.delete, "default")
+        wait_until(lambda: serve.status().applications["default"].status == "DELETING")
+        jobs.adapter.cancel_task_sync(id)
+        assert jobs.end(id, "REVOKED").is_cancelled
+        deleted.result()
 
 
 def test_a_stop_hands_running_jobs_back(jobs: Jobs, gate: Gate) -> None:

@@ -44,6 +44,7 @@ def test_jobs_are_seen_and_changed_from_outside(tmp_path: Path) -> None:
         assert "there: 'jobs'" in told("list", "--queue", "other")
         assert "is no job that waits or runs" in told("cancel", unreadable)
         assert "give either the id of a job, or --state" in told("retry")
+        assert "jobs that run again: 1" in told("retry", "--state", "unreadable")
         assert f"cancelled {running}" in told("cancel", running)
         wait_until(lambda: httpx.get(f"{url}/jobs/{running}").json()["status"] == "REVOKED")
         assert "jobs deleted: 1" in told("purge", "-q", "jobs", "--state", "cancelled", "--yes")
@@ -53,6 +54,8 @@ def test_jobs_are_seen_and_changed_from_outside(tmp_path: Path) -> None:
             'state="unreadable"} 1\n'
         )
         wait_until(lambda: gauge in httpx.get(f"{admin}/metrics").text)
+        ended = gauge.replace("ingress_jobs", "ingress_jobs_ended_total").replace(" 1\n", " 2\n")
+        assert ended in httpx.get(f"{admin}/metrics").text  # once more, not once for each worker
         status = run_ingress(tmp_path, "status", "--pid", f"{server.process.pid}").stdout
         assert "1 unreadable" in status
         assert "1 job of the queue 'jobs' was given up" in " ".join(status.split())

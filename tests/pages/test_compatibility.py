@@ -175,7 +175,7 @@ def use_parameter(function: str, parameter: str) -> None:
             "serve.RunTarget": partial(serve.RunTarget, None),
             "serve.start": serve.start,
         }[function]
-        call(**{parameter: None})
+        call(**{parameter: {}})
     else:
         getattr(serve, function.removeprefix("serve."))
 

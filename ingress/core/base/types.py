@@ -31,6 +31,13 @@ class ReplicaID:
         return f"{self.deployment_id.name}#{self.unique_id}"
 
 
+class TimeStampedValue(NamedTuple):
+    """A value that a replica recorded, and when: Unix time in seconds."""
+
+    timestamp: float
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaRank:
     """The place of a replica among those of its deployment, from 0; a process is one node."""

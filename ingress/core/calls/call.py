@@ -101,6 +101,7 @@ class Work:
     ends_with_client
                  it sends a stream of Starlette's or of a method, which ends without being told
     is_unread    the first message of a request is yet to be read, if user code asks for it
+    is_bound     its caller chose the replica, so that no other one runs it
     """
 
     __slots__ = ()
@@ -110,6 +111,7 @@ class Work:
     is_listening: bool = False
     ends_with_client: bool = False
     is_unread: bool = False
+    is_bound: bool = False
     streamed_at: float = 0.0
     answered_at: float = 0.0
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ingress.core.calls.call import Call, when_all_settled
+from ingress.core.calls.call import NO_CONTEXT, NO_WORK, Call, when_all_settled
 from ingress.core.calls.deadlines import deadlines_of
 from ingress.core.calls.loops import Mailbox
 from ingress.exceptions import RequestCancelledError
@@ -35,6 +35,22 @@ class CallTasks:
 
     def assign(self, call: Call) -> None:
         self._mailbox.post(self._begin, call)
+
+    def broadcast(self, call: Call) -> None:
+        self.assign(call)
+
+    def dispatch(self, reserved: Call, call: Call, slot: Any) -> None:
+        work: Any = call.work
+        work.slot = slot
+        self.assign(call)
+
+    def settle_each(self, call: Call, outcomes: Iterable[tuple[Any, Any]]) -> None:
+        """Settle a broadcast with the calls of the replicas, by their values and errors."""
+        calls = []
+        for value, error in outcomes:
+            calls.append(Call(call.metadata, NO_WORK, NO_CONTEXT))
+            calls[-1].settle(value, error)
+        call.settle(calls)
 
     def withdraw(self, call: Call) -> bool:
         self._mailbox.post(self._cancel, call)

@@ -17,6 +17,8 @@ import logging
 import pickle
 import re
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -38,10 +40,17 @@ from ingress import exceptions
 from ingress.core.base.types import DeploymentID, RequestMetadata
 from ingress.core.calls.call import Call
 from ingress.core.calls.call_tasks import CallTasks, LoopOfHandles
-from ingress.core.calls.loops import EventLoopThread
+from ingress.core.calls.loops import EventLoopThread, Mailbox
 from ingress.engines.ray.messages import as_sent, remote_name
 from ingress.exceptions import RayServeException
-from ingress.handle import CallRouter, DeploymentHandle, Invocation, pass_on
+from ingress.handle import (
+    BoundInvocation,
+    CallRouter,
+    DeploymentHandle,
+    Invocation,
+    Reservation,
+    pass_on,
+)
 from ingress.serving.processes.crossing import pickled_error, unpickled_error
 from ingress.telemetry.mistakes import described
 
@@ -66,6 +75,14 @@ class RayHandle(Protocol):
     """Ray's `DeploymentHandle`."""
 
     def options(self, **options: object) -> RayHandle: ...
+
+    def broadcast(self, method_name: str, *args: object, **kwargs: object) -> Any: ...
+
+    def choose_replica(
+        self, *args: object, **kwargs: object
+    ) -> AbstractAsyncContextManager[Any]: ...
+
+    def dispatch(self, selection: Any, *args: object, **kwargs: object) -> RayResponse: ...
 
     def remote(self, *args: object, **kwargs: object) -> RayResponse: ...
 
@@ -153,6 +170,18 @@ def _unpickled() -> RayDirectory:
     return _here
 
 
+@dataclass(frozen=True, slots=True)
+class RaySlot:
+    """The slot of a selection of Ray's, which is kept until `over` is set."""
+
+    selection: Any
+    mailbox: Mailbox
+    over: asyncio.Event
+
+    def release(self, call: Call) -> None:
+        self.mailbox.post(self.over.set)
+
+
 class RemoteRouter(CallTasks):
     """The `CallRouter` of a deployment in other processes. Its tasks run on the directory's loop.
 
@@ -172,12 +201,28 @@ class RemoteRouter(CallTasks):
         invocation = call.work
         assert isinstance(invocation, Invocation)
         response: RayResponse | None = None
+        slot: RaySlot | None = getattr(invocation, "slot", None)
         try:
             _show_request(metadata)
             check_arguments(metadata, invocation)
-            response = self._handle(metadata).remote(
-                as_sent(metadata), *invocation.args, **invocation.kwargs
-            )
+            handle = self._handle(metadata)
+            args, kwargs = (as_sent(metadata), *invocation.args), invocation.kwargs
+            if isinstance(invocation, Reservation):
+                async with handle.choose_replica(*args, **kwargs) as selection:
+                    held = RaySlot(selection, self._mailbox, asyncio.Event())
+                    invocation.hold(call, held, selection.to_dict())
+                    await held.over.wait()
+                return
+            if isinstance(invocation, BoundInvocation) and slot is None:
+                name = remote_name(metadata.method_name)
+                every = handle.broadcast(name, *args, **kwargs)
+                found = await every.results_async(return_exceptions=True)
+                self.settle_each(call, (_outcome(each, metadata) for each in found))
+                return
+            if slot is not None:
+                response = handle.dispatch(slot.selection, *args, **kwargs)
+            else:
+                response = handle.remote(*args, **kwargs)
             if invocation.channel is None:
                 call.settle(await response)
             else:
@@ -193,6 +238,9 @@ class RemoteRouter(CallTasks):
             call.settle(error=translated(error, metadata))
         except Exception as error:  # the caller gets it
             call.settle(error=translated(error, metadata))
+        finally:
+            if slot is not None:
+                slot.release(call)
 
     def _handle(self, metadata: RequestMetadata) -> RayHandle:
         key = remote_name(metadata.method_name), metadata.is_streaming
@@ -205,6 +253,13 @@ class RemoteRouter(CallTasks):
         if metadata.session_id:
             handle = handle.options(session_id=metadata.session_id)
         return handle
+
+
+def _outcome(found: object, metadata: RequestMetadata) -> tuple[object, BaseException | None]:
+    """Return value and error of a replica in a broadcast."""
+    if isinstance(found, BaseException):
+        return None, translated(found, metadata)
+    return found, None
 
 
 def _show_request(metadata: RequestMetadata) -> None:

@@ -102,7 +102,13 @@ class Cluster:
         """Return whether `connect` would start a cluster."""
         return address in (None, "local") and not ray.is_initialized()
 
-    def start_serve(self, options: dict[str, Any], given: Set[str] = frozenset()) -> None:
+    def start_serve(
+        self,
+        options: dict[str, Any],
+        given: Set[str] = frozenset(),
+        *,
+        grpc: dict[str, Any] | None = None,
+    ) -> None:
         """Start Ray Serve with these HTTP options, unless it runs.
 
         If it runs, the `given` options without effect are logged. Raises `RuntimeError` if the
@@ -119,7 +125,7 @@ class Cluster:
                 f"port 0 has no meaning on the cluster at {self.address}; name a port"
             )
         try:
-            ray_serve.start(http_options=options)
+            ray_serve.start(http_options=options, grpc_options=grpc)
         except Exception as error:
             try:
                 ray_serve.shutdown()

@@ -60,7 +60,7 @@ class RayEngine:
 
     __slots__ = (
         "_address", "_applications", "_cluster", "_command_line", "_deploying", "_directory",
-        "_http_options", "_is_started", "_lock", "_logging_config", "_working_dir",
+        "_grpc_options", "_http_options", "_is_started", "_lock", "_logging_config", "_working_dir",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -73,6 +73,7 @@ class RayEngine:
         self._directory: RayDirectory | None = None
         self._http_options = HTTPOptions()
         self._logging_config: LoggingConfig | None = None
+        self._grpc_options: dict[str, Any] | None = None
         self._is_started = False
         self._applications: dict[str, BuiltApplication] = {}
         self._address: str | None = None
@@ -123,6 +124,10 @@ class RayEngine:
 
     def _would_be_ours(self) -> bool:
         return Cluster.would_be_ours(self._address or Settings.from_environment().ray_address)
+
+    def use_grpc(self, options: dict[str, Any]) -> bool:
+        self._grpc_options = options
+        return True
 
     def start(
         self,
@@ -179,7 +184,9 @@ class RayEngine:
         if cluster.is_ours:
             check_fits(needs)
         if is_asked or not self._is_started:  # a running one logs ignored options
-            cluster.start_serve(options, self._http_options.model_fields_set)
+            cluster.start_serve(
+                options, self._http_options.model_fields_set, grpc=self._grpc_options
+            )
             self._is_started = True
 
     def run(

@@ -31,12 +31,13 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from inspect import isasyncgenfunction, isgeneratorfunction
 from typing import Any, TypeVar
 
 from ray import serve as ray_serve
 from ray.serve import metrics
 from ray.serve._private.common import RequestRoutingInfo
-from ray.serve.context import _get_global_client
+from ray.serve.context import _get_global_client, _get_serve_request_context
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.app.asgi import ASGI, bound_app_of
@@ -337,8 +338,11 @@ class RemoteMethod:
         self.__name__ = name
         self._replica = replica
 
-    def __call__(self, sent: RequestMetadata, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, sent: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(sent, RequestMetadata):
+            context = _get_serve_request_context()
+            if context.grpc_context is not None:
+                return self._of_grpc(context, (sent, *args), kwargs)
             raise TypeError(
                 f"{self.__name__!r} belongs to a deployment of ingress; call it by its handle, "
                 "ingress.get_deployment_handle(...)"
@@ -346,6 +350,21 @@ class RemoteMethod:
         if sent.is_streaming:
             return self._replica._stream(sent, args, kwargs)
         return self._replica._call(sent, args, kwargs)
+
+    def _of_grpc(self, context: Any, args: Any, kwargs: Any) -> Any:
+        """Call the method with the message of a client of Ray's gRPC proxy."""
+        replica = self._replica
+        method = getattr(replica._replica.context.servable_object, self.__name__, None)
+        is_streaming = isgeneratorfunction(method) or isasyncgenfunction(method)
+        sent = RequestMetadata(
+            request_id=context.request_id,
+            deployment=replica._deployment,
+            method_name=self.__name__,
+            route=context.route,
+            is_streaming=is_streaming,
+            app_name=context.app_name,
+        )
+        return (replica._stream if is_streaming else replica._call)(sent, args, kwargs)
 
 
 class _Hook:

@@ -119,6 +119,8 @@ class Reconciler:
         live = [each for each in deployment.members if each.phase in (Phase.SERVING, Phase.AWAY)]
         queued = deployment.waiting()
         scaler.note(now, queued + sum(each.replica.ongoing for each in live), queued)
+        if hasattr(deployment.built.deployment.func_or_class, "record_autoscaling_stats"):
+            scaler.record(now, [each.replica for each in live])
         target = deployment.desired.count
         running = [each.replica.replica_id for each in live]
         count = scaler.decide(now, deployment.router.deployment_id, running, target)

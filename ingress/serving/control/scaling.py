@@ -27,10 +27,13 @@ from ingress.config import (
     AutoscalingPolicy,
     DeploymentConfig,
 )
-from ingress.core.base.types import DeploymentID, ReplicaID
+from ingress.core.base.types import DeploymentID, ReplicaID, TimeStampedValue
+from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
+from ingress.telemetry.mistakes import described
 
 RAYS = "ray.serve.autoscaling_policy"  # its functions are ours, under the same names
+STATS_S = 10.0  # for `record_autoscaling_stats`. Source: Ray 2.60.0, constants.py
 SAMPLE_S = 0.5  # the longest pause between two samples of the load
 
 
@@ -72,8 +75,19 @@ class Scaler:
     """The load of one deployment, and its last decisions. Owned by the control loop."""
 
     __slots__ = (
-        "_asking", "_down_at", "_is_default", "_next_at", "_policy", "_samples", "_state", "_trend",
-        "_up_at", "config",
+        "_asking",
+        "_down_at",
+        "_is_default",
+        "_next_at",
+        "_policy",
+        "_record_at",
+        "_recorded",
+        "_recording",
+        "_samples",
+        "_state",
+        "_trend",
+        "_up_at",
+        "config",
     )  # fmt: skip
 
     def __init__(self, config: AutoscalingConfig, policy: Policy) -> None:
@@ -85,6 +99,10 @@ class Scaler:
         self._state: dict[str, Any] = {}
         self._trend: Trend = STEADY
         self._asking: asyncio.Task[tuple[int, dict[str, Any], Trend]] | None = None
+        self._record_at = 0.0
+        self._recording: dict[ReplicaID, asyncio.Task[None]] = {}
+        # By replica and name; `None` for a replica whose method returned what cannot be used.
+        self._recorded: dict[ReplicaID, dict[str, list[TimeStampedValue]] | None] = {}
         self._up_at: float | None = None
         self._down_at: float | None = None
 
@@ -102,6 +120,62 @@ class Scaler:
         oldest = now - self.config.look_back_period_s
         while len(samples) > 1 and samples[1].at <= oldest:
             samples.popleft()
+
+    def record(self, now: float, replicas: Sequence[Replica]) -> None:
+        """Ask each replica for its `record_autoscaling_stats`, as `metrics_interval_s` says."""
+        if now < self._record_at:
+            return
+        self._record_at = now + self.config.metrics_interval_s
+        recorded = self._recorded
+        ids = [each.replica_id for each in replicas]
+        self._recorded = {id: recorded.get(id, {}) for id in ids}
+        self._recording = {id: task for id, task in self._recording.items() if not task.done()}
+        for replica in replicas:
+            id = replica.replica_id
+            if self._recorded[id] is not None and id not in self._recording:
+                task = asyncio.get_running_loop().create_task(self._record(replica))
+                self._recording[id] = task
+
+    async def _record(self, replica: Replica) -> None:
+        id = replica.replica_id
+        try:
+            async with asyncio.timeout(STATS_S):
+                stats = await replica.autoscaling_stats()
+        except Exception as error:  # of user code
+            logger.error("%s: record_autoscaling_stats raised %s", id, described(error))
+            return
+        series = self._recorded.get(id)
+        if series is None:
+            return  # it has left
+        if not isinstance(stats, dict) or any(
+            not isinstance(each, int | float) for each in stats.values()
+        ):
+            self._recorded[id] = None
+            logger.error(
+                "%s: record_autoscaling_stats returned %.200r, expected a dict of names and "
+                "numbers; it is not called again",
+                id,
+                stats,
+            )
+            return
+        now = time()
+        for name, value in stats.items():
+            values = series.setdefault(name, [])
+            values.append(TimeStampedValue(now, value))
+
+    def _metrics(
+        self, running: list[ReplicaID]
+    ) -> dict[str, dict[ReplicaID, list[TimeStampedValue]]]:
+        """Return what the replicas have recorded in the look-back period, and drop the rest."""
+        found: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {}
+        since = time() - self.config.look_back_period_s
+        for id in running:
+            series = self._recorded.get(id) or {}
+            for name in list(series):
+                if recent := [each for each in series.pop(name) if each.timestamp >= since]:
+                    series[name] = recent
+                    found.setdefault(name, {})[id] = [*recent]
+        return found
 
     def decide(self, now: float, id: DeploymentID, running: list[ReplicaID], target: int) -> int:
         """Return the number of replicas to have; `target` is the number that is desired so far."""
@@ -142,6 +216,7 @@ class Scaler:
         since, function = now - config.look_back_period_s, config.aggregation_function
         totals = [(each.at, each.total) for each in self._samples]
         queued = [(each.at, each.queued) for each in self._samples]
+        raw, unix = self._metrics(running), time()
         return AutoscalingContext(
             deployment_id=id,
             deployment_name=id.name,
@@ -156,8 +231,16 @@ class Scaler:
             capacity_adjusted_max_replicas=config.max_replicas,
             last_scale_up_time=self._up_at,
             last_scale_down_time=self._down_at,
-            current_time=time(),
+            current_time=unix,
             config=config,
+            raw_metrics=raw,
+            aggregated_metrics={
+                name: {
+                    id: aggregated(values, unix - config.look_back_period_s, unix, function)
+                    for id, values in by_replica.items()
+                }
+                for name, by_replica in raw.items()
+            },
         )
 
 

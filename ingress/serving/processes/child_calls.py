@@ -13,27 +13,38 @@ that they differ from those of calls that the child serves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import Context
+from dataclasses import dataclass
 from typing import Any
 
 from ingress.core.base.types import PRIORITIES, DeploymentID
 from ingress.core.calls.call import CURRENT_CALL, NO_WORK, Call, begin_wait, end_wait
 from ingress.core.calls.call_tasks import CallTasks, LoopOfHandles
 from ingress.core.calls.deadlocks import Node
-from ingress.core.calls.loops import mailbox_of, running_loop
+from ingress.core.calls.loops import Mailbox, mailbox_of, running_loop
 from ingress.core.calls.tracing import adopt, span_headers
 from ingress.exceptions import RequestCycleError
 from ingress.handle import (
+    BoundInvocation,
     CallRouter,
+    DeploymentBroadcastResponse,
     DeploymentHandle,
     DeploymentResponse,
     DeploymentResponseGenerator,
     Invocation,
+    ReplicaSelection,
+    Reservation,
     directory_here,
     pass_on,
 )
-from ingress.serving.processes.crossing import as_sent, item_as_sent, pickled_error, unsendable
+from ingress.serving.processes.crossing import (
+    as_sent,
+    item_as_sent,
+    pickled_error,
+    unpickled_error,
+    unsendable,
+)
 from ingress.serving.processes.frames import (
     Buffers,
     FrameError,
@@ -56,6 +67,9 @@ from ingress.serving.processes.remote_calls import RemoteWork
 
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 FindCall = Callable[[int], Call | None]
+BROADCAST, CHOOSE = "broadcast", "choose"
+"""Targets of a CALL: all replicas; one, whose slot is kept until a CLOSE. A CALL or STREAM to that
+one has the number of that CALL as its target."""
 _PRIORITY_NAMES = {level: name for name, level in PRIORITIES.items()}
 
 
@@ -68,7 +82,7 @@ class ChildCalls:
     """
 
     __slots__ = ("_find_call", "_frames", "_last", "_loop", "_make_handle", "_responses",
-                 "_tasks", "_windows")  # fmt: skip
+                 "_selections", "_tasks", "_windows", "_works")  # fmt: skip
 
     def __init__(self, frames: Frames, make_handle: MakeHandle, find_call: FindCall) -> None:
         self._frames = frames
@@ -77,6 +91,8 @@ class ChildCalls:
         self._loop = asyncio.get_running_loop()
         self._last = 0  # the number of the last call
         self._responses: dict[int, DeploymentResponse | DeploymentResponseGenerator] = {}
+        self._works: dict[int, asyncio.Task[None]] = {}  # that are no response of a handle
+        self._selections: dict[int, ReplicaSelection] = {}
         self._windows: dict[int, SendWindow] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -93,6 +109,9 @@ class ChildCalls:
             raise unknown(kind)
         elif number > self._last:
             raise FrameError(f"a frame of call {number}, which it did not make")
+        elif number in self._works or number in self._selections:
+            if kind in (Kind.CANCEL, Kind.CLOSE):
+                self._withdraw(number)
         elif number in self._responses:  # else its answer is on its way
             if kind == Kind.CREDIT:
                 if number in self._windows:
@@ -106,7 +125,7 @@ class ChildCalls:
                     self._windows[number].close()  # `_pump` may wait for room
 
     def _begin(self, kind: int, number: int, content: Any) -> None:
-        envelope, args, kwargs, deployment_id, parent, waiters = content
+        envelope, args, kwargs, deployment_id, parent, waiters, target = content
         check(envelope)
         metadata = metadata_of(
             envelope, deployment_id, is_http=False, is_streaming=kind == Kind.STREAM
@@ -124,7 +143,23 @@ class ChildCalls:
         # A call of a batch, or of a task that outlives its request, has no parent here.
         origin = self._find_call(parent) or Call(metadata, NO_WORK, context)
         context.run(CURRENT_CALL.set, origin)
-        response = context.run(handle.remote, *args, **kwargs)
+        if target in (BROADCAST, CHOOSE):
+            work = self._choose(number, handle, args, kwargs)
+            if target == BROADCAST:
+                method = metadata.method_name
+                work = self._broadcast(context.run(handle.broadcast, method, *args, **kwargs))
+            task = self._loop.create_task(self._answer(number, work), context=context)
+            self._works[number] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        response: Any
+        if target is None:
+            response = context.run(handle.remote, *args, **kwargs)
+        else:
+            selection = self._selections[target]
+            selection._handle = handle  # which knows whether this is a stream
+            response = context.run(handle.dispatch, selection, *args, **kwargs)
         self._responses[number] = response
         if isinstance(response, DeploymentResponseGenerator):
             self._windows[number] = SendWindow()
@@ -136,6 +171,43 @@ class ChildCalls:
             response._call.when_settled(lambda call: mailbox.post(self._end, number, call))
         for waiter in waiters:
             self._begin_wait(number, waiter)
+
+    def _withdraw(self, number: int) -> None:
+        """End a broadcast or a choice, or give the slot of a choice back."""
+        if (task := self._works.get(number)) is not None:
+            task.cancel()
+        else:
+            self._selections.pop(number).release()
+
+    async def _answer(self, number: int, work: Coroutine[Any, Any, object]) -> None:
+        try:
+            self._frames.post(Kind.DONE, number, encode(await work))
+        except Exception as error:  # of the call: the child gets it
+            self._frames.post(Kind.FAILED, number, pickled_error(error))
+        except asyncio.CancelledError:
+            self._frames.post(Kind.DONE, number)  # the child does not wait any more
+            raise
+        finally:
+            del self._works[number]
+
+    async def _choose(
+        self, number: int, handle: DeploymentHandle, args: Any, kwargs: Any
+    ) -> object:
+        self._selections[number] = selection = await handle.reserve(args, kwargs)
+        return selection.to_dict()
+
+    async def _broadcast(self, response: DeploymentBroadcastResponse) -> object:
+        """Return the values and errors of the replicas."""
+        await response.results_async(return_exceptions=True)
+        outcomes: list[tuple[object, bytes | None]] = []
+        for each in response._root.value:
+            error = each.error
+            try:
+                encode(as_sent(each.value))
+            except Exception as problem:  # of the code of its class: the child gets it
+                error = unsendable(each.deployment_name, problem, result=each.value)
+            outcomes.append((None, pickled_error(error)) if error else (as_sent(each.value), None))
+        return outcomes
 
     def _begin_wait(self, number: int, waiter: int) -> None:
         """Note that a call of the child waits for the answer: that may be a deadlock."""
@@ -190,6 +262,8 @@ class ChildCalls:
         """Cancel the calls: the child has ended."""
         for response in list(self._responses.values()):
             response.cancel()
+        for selection in self._selections.values():
+            selection.release()
         for task in self._tasks:
             task.cancel()
 
@@ -242,7 +316,12 @@ class ServerDirectory(LoopOfHandles):
         envelope = envelope_of(call.metadata, span_headers())
         waiters = [*self._waiters.get(call, ()), *_members_that_wait(call)]
         kind = Kind.CALL if invocation.channel is None else Kind.STREAM
-        value = envelope, args, kwargs, deployment_id, number_of(call._parent), waiters
+        target: object = None
+        if isinstance(invocation, BoundInvocation):
+            target = BROADCAST if invocation.slot is None else invocation.slot.number
+        elif isinstance(invocation, Reservation):
+            target = CHOOSE
+        value = envelope, args, kwargs, deployment_id, number_of(call._parent), waiters, target
         try:
             content = encode(value)
             self._last += 1
@@ -344,6 +423,15 @@ class ServerRouter(CallTasks):
         work: RemoteWork | None = None
         try:
             work = self._directory.send(call, invocation, self._deployment_id)
+            if isinstance(invocation, Reservation):
+                place: Any = await work.outcome()
+                invocation.hold(call, RemoteSlot(work, self._mailbox), place)
+                return
+            if isinstance(invocation, BoundInvocation) and invocation.slot is None:
+                found: Any = await work.outcome()
+                outcomes = ((each, error and unpickled_error(error)) for each, error in found)
+                self.settle_each(call, outcomes)
+                return
             if invocation.channel is None:
                 call.settle(await work.outcome())
                 return
@@ -358,3 +446,18 @@ class ServerRouter(CallTasks):
         except asyncio.CancelledError:
             if work is not None and not work.is_over:
                 work.frames.post(Kind.CANCEL, work.number)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSlot:
+    """A slot that the server holds for a call of this process. Thread-safe."""
+
+    work: RemoteWork
+    mailbox: Mailbox
+
+    @property
+    def number(self) -> int:
+        return self.work.number
+
+    def release(self, call: Call) -> None:
+        self.mailbox.post(self.work.frames.post, Kind.CLOSE, self.number)

@@ -251,6 +251,7 @@ class FrameServer:
         REPLICA.set(self.replica.context)
         try:
             what, argument = loads(content)
+            answer: Content = b""
             if what == "look":
                 look = partial(self._look, number, *argument)
                 # Not in the replica's executor: user code may hold all of its threads.
@@ -259,6 +260,8 @@ class FrameServer:
                 return
             if what == "check_health":
                 await self.replica.check_health()
+            elif what == "autoscaling_stats":
+                answer = encode(await self.replica.autoscaling_stats())
             elif what == "add_threads":
                 self.replica.host.add_threads(argument)
             else:
@@ -266,7 +269,7 @@ class FrameServer:
         except Exception as error:  # of user code: the server gets it
             self.frames.post(Kind.FAILED, number, pickled_error(error))
         else:
-            self.frames.post(Kind.DONE, number)
+            self.frames.post(Kind.DONE, number, answer)
 
     def _look(self, number: int, look: Callable[..., object], *arguments: object) -> None:
         """Answer with the result of a function. Its pickle is made here, beside the user loop."""

@@ -7,7 +7,8 @@
           INPUT        a message of the client: more body, a WebSocket's message, the disconnect
           CANCEL       the work of a call is not wanted any more; with the error of its caller
           ASK          a request to the replica itself: "check_health", "reconfigure",
-                       "add_threads", or "look", with a function that is called beside its loop
+                       "add_threads", "autoscaling_stats", or "look", with a function that is
+                       called beside its loop
           STOP         run the user's shutdown code, and end
     both  CREDIT       messages and bytes that the receiver of INPUT, OUTPUT or ITEM has taken
           CLOSE        the receiver of OUTPUT or ITEM takes no more

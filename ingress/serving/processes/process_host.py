@@ -283,8 +283,11 @@ class RemoteCode:
     async def check_health(self) -> None:
         await self._ask("check_health")
 
-    async def _ask(self, what: str, argument: object = None) -> None:
-        await self._link.send(Kind.ASK, dumps((what, argument))).outcome()
+    async def autoscaling_stats(self) -> object:
+        return await self._ask("autoscaling_stats")
+
+    async def _ask(self, what: str, argument: object = None) -> object:
+        return await self._link.send(Kind.ASK, dumps((what, argument))).outcome()
 
     async def call(
         self, method: str, args: Sequence[object], kwargs: Mapping[str, object]

@@ -76,8 +76,9 @@ class Replica:
 
     __slots__ = (
         "_arriving", "_moved", "_reassign", "_release", "_resume", "context", "errors", "host",
-        "is_checking", "is_ending", "is_left_behind", "is_reconfiguring", "latencies", "loop",
-        "replica_id", "running", "slots", "stalls", "state", "unhealthy_reason", "user_code",
+        "is_checking", "is_ending", "is_left_behind", "is_reconfiguring", "is_recording",
+        "latencies", "loop", "replica_id", "running", "slots", "stalls", "state",
+        "unhealthy_reason", "user_code",
     )  # fmt: skip
 
     def __init__(
@@ -98,7 +99,7 @@ class Replica:
         self.stalls: dict[str, Latency] = {}  # by method; written by the watchdog
         self.unhealthy_reason = ""
         self.is_left_behind = False  # its stop left threads behind that user code blocks
-        self.is_reconfiguring = self.is_checking = False
+        self.is_reconfiguring = self.is_checking = self.is_recording = False
         self._release = release
         self._resume = resume
         self._reassign = reassign
@@ -246,7 +247,7 @@ class Replica:
         """Return whether a call with an item in a batch queue is nothing but that item."""
         return (
             self._reassign is not None
-            and not (call.settled or call.metadata.is_http_request)
+            and not (call.settled or call.metadata.is_http_request or call.work.is_bound)
             and call in self.running
             and self.user_code.is_batched(call.metadata.method_name, handler.func)
         )
@@ -490,6 +491,22 @@ class Replica:
             await self.user_code.check_health()
         finally:
             self.is_checking = False
+
+    async def autoscaling_stats(self) -> Any:
+        """Return the result of `record_autoscaling_stats`, which runs on the user loop.
+
+        Raises its errors, and `TimeoutError` while the last one runs, as for `check_health`.
+        """
+        return await run_on(self.loop, self._autoscaling_stats)
+
+    async def _autoscaling_stats(self) -> Any:
+        if self.is_recording:
+            raise TimeoutError("the previous record_autoscaling_stats has not returned yet")
+        self.is_recording = True
+        try:
+            return await self.user_code.autoscaling_stats()
+        finally:
+            self.is_recording = False
 
     async def stop(self, timeout_s: float) -> None:
         """Cancel calls, run the user's shutdown code, end loop and threads; all in `timeout_s`.

@@ -21,6 +21,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from random import random
 from time import monotonic
 from typing import Any
@@ -32,7 +33,12 @@ from ingress.core.base.types import DeploymentID
 from ingress.core.calls import retries
 from ingress.core.calls.call import Call
 from ingress.core.calls.deadlocks import check_deadlock
-from ingress.exceptions import BackPressureError, DeploymentUnavailableError
+from ingress.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
+from ingress.handle import BoundInvocation
 from ingress.serving.replicas.admission import (
     FULL,
     HELD,
@@ -55,8 +61,8 @@ class Router:
     """
 
     __slots__ = (
-        "_backpressure", "_chooser", "_fairness", "_held", "_holders", "_idle", "_last", "_later",
-        "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
+        "_backpressure", "_bound", "_chooser", "_fairness", "_held", "_holders", "_idle", "_last",
+        "_later", "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
         "available", "bound_app", "deployment_id", "graceful_shutdown_timeout_s", "http", "key_of",
         "max_queued_requests", "num_expired", "num_rejected", "num_requests", "num_retries",
         "num_shed", "replicas", "templates",
@@ -110,12 +116,16 @@ class Router:
         self._resting: set[Call] = set()  # the calls that go to another replica after a pause
         self._held: set[Admission] = set()  # of the replicas that are late
         self._holders: set[Call] = set()  # the calls that have a slot
+        # The calls that wait for a slot of one replica. Its position is `HELD` meanwhile, so that
+        # the end of each of its calls settles the position.
+        self._bound: dict[Admission, dict[Call, None]] = {}
         self._refuses: str | None = None
 
     @property
     def num_queued(self) -> int:
         """The number of calls that wait for a slot: `serve_deployment_queued_queries`."""
-        return len(self._waiting) + len(self._resting)
+        bound = sum(map(len, list(self._bound.values())))
+        return len(self._waiting) + len(self._resting) + bound
 
     @property
     def app(self) -> Any:
@@ -178,6 +188,60 @@ class Router:
             for slots in list(self._held):
                 if not slots.is_computing:
                     self.resume(slots.replica)
+
+    def broadcast(self, call: Call) -> None:
+        """Make the call on each replica, and settle it with these calls. Thread-safe.
+
+        On a replica without a free slot it waits, and is the first to get one.
+        """
+        replicas = self.replicas.copy()
+        if not replicas:
+            gone = self._refuses or f"{self.deployment_id} is unavailable: it has no replicas now."
+            call.settle(error=DeploymentUnavailableError(gone))
+            return
+        parent, calls = call._parent, []
+        for _ in replicas:
+            work, context = BoundInvocation.of(call.work), call.context.copy()
+            calls.append(Call(call.metadata, work, context))
+            if parent is not None:
+                parent.adopt(calls[-1])
+        for each, replica in zip(calls, replicas, strict=True):
+            self._assign_to(replica, each)
+        call.settle(calls)
+
+    def _assign_to(self, replica: AdmittingRunner, call: Call) -> None:
+        """Start a call on this replica, now or before the calls that wait for any replica."""
+        slots, starts = replica.slots, False
+        call.queue = self
+        with self._lock:
+            if is_there := slots.position != REMOVED:
+                self.num_requests += 1
+                if starts := slots.ongoing < slots.max_ongoing:
+                    self._give(slots, call)
+                else:
+                    self._bound.setdefault(slots, {})[call] = None
+                    slots.position = HELD
+        if starts:
+            call.work.start(call, replica)
+        elif not is_there:
+            call.settle(error=_no_longer(replica))
+        elif call.settled:  # cancelled while it was on its way into the queue
+            self.withdraw(call)
+        elif call.is_awaited:
+            check_deadlock(call)
+
+    def dispatch(self, reserved: Call, call: Call, runner: AdmittingRunner) -> None:
+        """Run a call in the slot that another one holds, or settle it as refused. Thread-safe."""
+        with self._lock:
+            if is_there := runner.slots.position != REMOVED:
+                self._holders.remove(reserved)
+                self._holders.add(call)
+                call.assigned_at = monotonic()
+        if is_there:
+            call.work.start(call, runner)
+        else:
+            self.release(runner, reserved)
+            call.settle(error=_no_longer(runner))
 
     def _on_queued(self, call: Call) -> None:
         """Find a call in the queue its replica, or its end."""
@@ -253,9 +317,11 @@ class Router:
         with self._lock:
             if self._refuses is not None:
                 refused = DeploymentUnavailableError(self._refuses)
-            elif pause_s is None or (
+            elif (
+                pause_s is None
+                or call.work.is_bound
                 # Without any replica the call waits: the deployment's next replica takes it.
-                self.replicas and all(each is call.runner for each in self.replicas)
+                or (self.replicas and all(each is call.runner for each in self.replicas))
             ):
                 refused = error
                 if isinstance(error, retries.NotBegunError):
@@ -324,6 +390,15 @@ class Router:
         """Give a replica the waiting calls that it can take, and update its position."""
         if slots.position == REMOVED:
             return
+        if (bound := self._bound.get(slots)) is not None:
+            while bound and slots.ongoing < slots.max_ongoing:
+                call = next(iter(bound))
+                del bound[call]
+                self._give(slots, call)
+                started.append(call)
+            if bound:
+                return  # its position stays `HELD`
+            del self._bound[slots]
         while self._waiting and slots.may_take(is_patient=self._waiting.has_patient):
             following = self._next(slots, shed)
             if following is None:
@@ -395,11 +470,20 @@ class Router:
             if call in self._resting:
                 self._resting.discard(call)
                 return True
+            for each in self._bound.values():
+                if call in each:
+                    del each[call]
+                    return True
             return self._waiting.discard(call)
 
     def holders(self, call: Call) -> frozenset[Call] | None:
         """Return the calls with the slots that `call` waits for; `None` if it is not queued."""
         with self._lock:
+            for slots, calls in self._bound.items():
+                if call in calls:
+                    return frozenset(
+                        each for each in self._holders if each.runner in (None, slots.replica)
+                    )
             waiting = self._waiting
             # Before the policy has chosen, the call does not wait for these.
             if isinstance(waiting, RoutedCalls) and not waiting.has_chosen(call):
@@ -447,6 +531,9 @@ class Router:
             self._held.discard(slots)
             if replica in self.replicas:
                 self.replicas.remove(replica)
+            bound = self._bound.pop(slots, {})
+        for call in bound:
+            call.settle(error=_no_longer(replica))
 
     def _show_replicas(self) -> None:
         """Show the policy the replicas that calls may go to. On the control loop only.
@@ -534,8 +621,9 @@ class Router:
         """Settle all waiting calls and every new call as unavailable."""
         with self._lock:
             self._refuses = reason
-            waiting = [*self._resting, *self._waiting.clear()]
+            waiting = [*self._resting, *self._waiting.clear(), *chain(*self._bound.values())]
             self._resting.clear()
+            self._bound.clear()
         for call in waiting:
             call.settle(error=DeploymentUnavailableError(reason))
         if self._chooser is not None:
@@ -615,6 +703,11 @@ class Router:
             last.position = slots.position
             self.available[last.position] = last
         slots.position = FULL
+
+
+def _no_longer(replica: AdmittingRunner) -> ReplicaUnavailableError:
+    # Text: Ray 2.60.0, router.py.
+    return ReplicaUnavailableError(f"Replica {replica.replica_id} is no longer available")
 
 
 RETRY_AFTER_S = 1.0  # for a shed call, unless the deployment sets another

@@ -141,6 +141,11 @@ class UserCode:
             REPLICA.set(self._context)
             await self._health.run()
 
+    async def autoscaling_stats(self) -> Any:
+        """Return what the user's `record_autoscaling_stats` returns. Raises its errors."""
+        REPLICA.set(self._context)
+        return await self.call("record_autoscaling_stats", (), {})
+
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method and return its result. Raises `TypeError` for a generator."""
         plan = self._plans.get(method) or self._plan(method)

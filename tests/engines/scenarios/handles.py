@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.engines.api import serve
 from tests.engines.client import Client, outcome, raised, refused, text
-from tests.engines.probe import hold, note, notes, open_gate, wait_for_notes
+from tests.engines.probe import hold, note, notes, open_gate, wait_for_notes, wait_until
 from tests.engines.suite import Deviation, scenario
 
 BY_REFERENCE = Deviation(
@@ -443,3 +443,162 @@ def a_generator_in_a_thread_waits_for_its_consumer(it: Client) -> Any:
         before, made = made, it.call("made_so_far")
     stream.cancel()
     return [found, "waits" if made < 100 else "far ahead"]
+
+
+class Pair:
+    """Two replicas, which know their rank."""
+
+    def __init__(self) -> None:
+        self.rank = serve.get_replica_context().rank.rank
+        self.count = 0
+
+    def add(self, value: int) -> int:
+        self.count += value
+        return self.count
+
+    async def fails_in_one(self) -> str:
+        if self.rank:
+            raise ValueError("told so")
+        return "fine"
+
+    async def waits(self, key: str) -> str:
+        await hold(key)
+        return "waited"
+
+    async def my_rank(self) -> int:
+        return self.rank
+
+    async def ranks(self, count: int) -> AsyncIterator[int]:
+        for _ in range(count):
+            yield self.rank
+
+
+def pair() -> Any:
+    return serve.deployment(num_replicas=2)(Pair).bind()
+
+
+@scenario("Results and errors of handles", pair)
+def a_broadcast_is_a_call_of_each_replica(it: Client) -> Any:
+    async def awaited() -> Any:
+        return await it.handle.broadcast("add", value=10).results_async()
+
+    return [it.handle.broadcast("add", 1).results(), it.run(awaited())]
+
+
+@scenario("Results and errors of handles", pair)
+def the_arguments_of_a_broadcast_are_awaited_first(it: Client) -> Any:
+    first = it.handle.add.remote(5)
+    return sorted(it.handle.broadcast("add", first).results())
+
+
+@scenario("Results and errors of handles", pair)
+def an_error_of_one_replica_is_that_of_the_broadcast(it: Client) -> Any:
+    found = it.handle.broadcast("fails_in_one").results(return_exceptions=True)
+
+    async def awaited() -> Any:
+        return await it.handle.broadcast("fails_in_one").results_async()
+
+    return [
+        sorted(each if isinstance(each, str) else raised(each) for each in found),
+        outcome(lambda: it.handle.broadcast("fails_in_one").results()),
+        outcome(lambda: it.run(awaited())),
+    ]
+
+
+@scenario("Results and errors of handles", pair)
+def the_answers_of_a_broadcast_can_be_fetched_after_a_timeout(it: Client) -> Any:
+    response = it.handle.broadcast("waits", "broadcast")
+    late = outcome(lambda: response.results(timeout_s=0.2))
+    open_gate("broadcast")
+    return [late, response.results(), response.results()]
+
+
+@scenario("Results and errors of handles", pair)
+def what_a_broadcast_refuses(it: Client) -> Any:
+    response = it.handle.broadcast("add", 0)
+
+    async def blocks() -> Any:
+        return response.results()
+
+    async def awaits() -> Any:
+        return await response
+
+    return [
+        outcome(lambda: response.results(timeout_s=-1)),
+        outcome(lambda: it.run(blocks())),
+        outcome(lambda: it.run(awaits())),
+        sorted(response.results()),
+    ]
+
+
+@scenario("Methods of handles", pair)
+def a_chosen_replica_runs_the_call_that_is_dispatched_to_it(it: Client) -> Any:
+    async def choose() -> Any:
+        found: list[Any] = []
+        handle = it.handle.options(method_name="my_rank")
+        async with handle.choose_replica() as one, handle.choose_replica() as other:
+            for each in (one, other, one):
+                try:
+                    response = it.handle.dispatch(each)
+                    found.append(await response in (0, 1))
+                except RuntimeError as error:
+                    found.append(text(error).replace(each.replica_id, "ID"))
+            names = sorted(one.to_dict())
+        return [found, names, one.replica_id in repr(one)]
+
+    return it.run(choose())
+
+
+@scenario("Methods of handles", pair)
+def a_stream_is_dispatched_too(it: Client) -> Any:
+    async def choose() -> Any:
+        handle = it.handle.options(method_name="ranks", stream=True)
+        async with handle.choose_replica() as chosen:
+            return len({item async for item in handle.dispatch(chosen, 3)})
+
+    return it.run(choose())
+
+
+@scenario("Methods of handles", pair)
+def a_selection_ends_with_its_context(it: Client) -> Any:
+    async def choose() -> Any:
+        async with it.handle.my_rank.choose_replica() as chosen:
+            pass
+        return await it.handle.dispatch(chosen)
+
+    return outcome(lambda: it.run(choose()))
+
+
+class Deep:
+    """A queue of its own, whose depth it records for the policy."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def deepen(self, depth: int) -> None:
+        self.depth = depth
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"depth": self.depth}
+
+
+def by_depth(context: Any) -> tuple[int, dict[str, Any]]:
+    """Return a replica for each call of a depth that is recorded, by both kinds of metrics."""
+    mean = (context.aggregated_metrics or {}).get("depth", {})
+    raw = (context.raw_metrics or {}).get("depth", {})
+    latest = max((values[-1].value for values in raw.values()), default=0)
+    return (2 if latest == 9 and max(mean.values()) > 5 else 1), {}
+
+
+def deep() -> Any:
+    scaling = {"min_replicas": 1, "max_replicas": 2, "metrics_interval_s": 0.1}
+    pauses = {"look_back_period_s": 1.0, "upscale_delay_s": 0, "downscale_delay_s": 600}
+    policy = {"policy": {"policy_function": "tests.engines.scenarios.handles:by_depth"}}
+    return serve.deployment(autoscaling_config={**scaling, **pauses, **policy})(Deep).bind()
+
+
+@scenario("Statuses over time", deep)
+def a_policy_gets_what_record_autoscaling_stats_returns(it: Client) -> Any:
+    it.call("deepen", 9)
+    wait_until(lambda: len(it.handle.broadcast("deepen", 9).results()) == 2, "two replicas")
+    return "two replicas"

@@ -223,3 +223,74 @@ def test_a_policy_that_cannot_be_imported_fails_the_start(path: str, gate: Gate)
     scaling = {"max_replicas": 2, "policy": {"policy_function": path}}
     with pytest.raises(RuntimeError, match="cannot be imported"):
         serve.run(gated(gate, autoscaling_config=scaling), route_prefix=None)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_policy_gets_what_the_replicas_record(
+    isolation: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a replica could not record is in no metric, and ends nothing."""
+    seen: list[AutoscalingContext] = []
+
+    def policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        seen.append(context)
+        latest = [each[-1].value for each in context.raw_metrics.get("depth", {}).values()]
+        return (2 if latest and max(latest) > 5 else 1), {}
+
+    scaling = {"max_replicas": 2, "policy": {"policy_function": policy}, **SOON}
+    queue = Queue.options(autoscaling_config=scaling, isolation=isolation)
+    handle = serve.run(bind(queue), route_prefix=None)
+    wait_until(lambda: seen and seen[-1].aggregated_metrics)
+    assert seen[-1].aggregated_metrics == {"depth": {seen[-1].running_replicas[0]: 0}}
+    assert seen[0].raw_metrics == {}  # nothing was recorded yet
+    handle.broadcast("become", 9).results()
+    wait_until(lambda: running("Queue") == 2)
+    handle.broadcast("become", "raise").results()
+    wait_until(lambda: not seen[-1].raw_metrics)
+    assert "record_autoscaling_stats raised ValueError: no depth" in caplog.text
+    handle.broadcast("become", "text").results()
+    wait_until(lambda: "returned 'text', expected a dict of names and numbers" in caplog.text)
+    wait_until(lambda: running("Queue") == 1)
+
+
+@serve.deployment
+class Queue:
+    """A queue with a depth that a test sets."""
+
+    def __init__(self) -> None:
+        self.depth: Any = 0
+
+    async def become(self, depth: Any) -> None:
+        self.depth = depth
+
+    async def record_autoscaling_stats(self) -> Any:
+        if self.depth == "raise":
+            raise ValueError("no depth")
+        return self.depth if self.depth == "text" else {"depth": self.depth}
+
+
+def test_a_replica_that_does_not_end_its_recording_is_asked_no_second_time() -> None:
+    started, asked, leave = Latch(), [0], Latch()
+
+    @serve.deployment(
+        autoscaling_config={"max_replicas": 2, "target_ongoing_requests": 1, **SOON},
+        isolation="thread",
+    )
+    class Blocks:
+        async def __call__(self) -> str:
+            await leave
+            return "left"
+
+        async def record_autoscaling_stats(self) -> dict[str, float]:
+            asked[0] += 1
+            started.count_down()
+            await leave
+            return {}
+
+    handle = serve.run(bind(Blocks), route_prefix=None)
+    started.wait()
+    answers = [handle.remote() for _ in range(3)]
+    wait_until(lambda: running("Blocks") == 2)
+    wait_until(lambda: asked[0] == 2)
+    leave.count_down()
+    assert [result(each) for each in answers] == ["left"] * 3

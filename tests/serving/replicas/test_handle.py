@@ -13,11 +13,18 @@ import pytest
 
 import ingress as serve
 from ingress.core.base.settings import Settings
-from ingress.exceptions import RayServeException, RequestCancelledError
+from ingress.exceptions import (
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+    RequestCycleError,
+    UnknownMethodError,
+)
 from ingress.handle import DeploymentHandle, DeploymentResponse
 from ingress.testing import Latch
 from tests.fakes import bind
-from tests.servers import PATIENCE_S, result
+from tests.servers import PATIENCE_S, result, turns, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ingress.exceptions.SyncMethodOnEventLoopWarning")
 
@@ -442,3 +449,200 @@ def test_arguments_and_results_pass_by_reference(child: DeploymentHandle) -> Non
     value = object()
 
     assert result(child.remote(value)) is value
+
+
+@serve.deployment(num_replicas=2, max_ongoing_requests=1)
+class Pair:
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    async def add(self, value: Any) -> list[Any]:
+        self.values.append(value)
+        return self.values
+
+    async def fails_in_one(self) -> str:
+        if serve.get_replica_context().rank.rank:
+            raise KeyError("mine")
+        return "fine"
+
+    async def wait(self) -> str:
+        try:
+            latches.started.count_down()
+            await latches.leave
+            return serve.get_replica_context().replica_tag
+        finally:
+            latches.ended.count_down()
+
+    async def items(self, count: int) -> AsyncIterator[str]:
+        for _ in range(count):
+            yield serve.get_replica_context().replica_tag
+
+    async def broadcast(self, value: str) -> str:
+        return f"the user's {value}"
+
+    async def to_all(self) -> Any:
+        return await serve.get_app_handle("default").broadcast("add", 1).results_async()
+
+
+@pytest.fixture
+def pair(shutdown: None) -> DeploymentHandle:
+    global latches
+    latches = Latches()
+    return serve.run(bind(Pair), route_prefix=None)
+
+
+def test_a_broadcast_is_a_call_of_each_replica(pair: DeploymentHandle) -> None:
+    first = pair.add.remote("argument")
+    response = pair.broadcast("add", first)
+    assert sorted(map(len, response.results(timeout_s=PATIENCE_S))) == [1, 2]
+    assert response.results() == asyncio.run(response.results_async())
+
+
+def test_an_error_of_a_replica_is_raised_or_in_the_list(pair: DeploymentHandle) -> None:
+    response = pair.broadcast("fails_in_one")
+    found = response.results(return_exceptions=True)
+    assert sorted(map(str, found)) == ["'mine'", "fine"]
+    with pytest.raises(KeyError, match="mine"):
+        response.results()
+    with pytest.raises(KeyError, match="mine"):
+        asyncio.run(response.results_async())
+    assert "fine" in asyncio.run(response.results_async(return_exceptions=True))
+
+
+def test_on_a_full_replica_a_broadcast_is_next_and_alone(pair: DeploymentHandle) -> None:
+    latches.started = Latch(2)
+    holding = [pair.wait.remote() for _ in range(2)]
+    latches.started.wait()
+    waiting = [pair.add.remote("queued") for _ in range(2)]
+    response = pair.broadcast("add", "first")
+    with pytest.raises(TimeoutError, match="Timed out waiting for broadcast results"):
+        response.results(timeout_s=0.01)
+    latches.leave.count_down()
+    assert {result(each) for each in holding} == {"0", "1"}
+    assert {each[0] for each in response.results(timeout_s=PATIENCE_S)} == {"first"}
+    assert all(result(each)[0] == "first" for each in waiting)
+
+
+def test_a_broadcast_whose_task_is_cancelled_is_cancelled(pair: DeploymentHandle) -> None:
+    latches.started, latches.ended = Latch(2), Latch(2)
+
+    async def main() -> None:
+        task = asyncio.create_task(pair.broadcast("wait").results_async())
+        await latches.started
+        waiting = pair.broadcast("wait")  # has no slot
+        other = asyncio.create_task(waiting.results_async())
+        await asyncio.sleep(0)
+        other.cancel()
+        task.cancel()
+        await asyncio.wait([task, other])
+        assert task.cancelled()
+        assert other.cancelled()
+        await latches.ended
+
+    asyncio.run(main())
+    assert len(pair.broadcast("add", 1).results(timeout_s=PATIENCE_S)) == 2
+
+
+def test_a_broadcast_to_the_own_replica_without_a_slot_is_an_error(pair: DeploymentHandle) -> None:
+    with pytest.raises(RequestCycleError, match="can never start"):
+        result(pair.to_all.remote())
+
+
+def test_a_broadcast_without_replicas_is_unavailable(shutdown: None) -> None:
+    none = Pair.options(num_replicas=None, autoscaling_config={"min_replicas": 0})
+    handle = serve.run(bind(none), route_prefix=None)
+    with pytest.raises(DeploymentUnavailableError, match="no replicas"):
+        handle.broadcast("add", 1).results(timeout_s=PATIENCE_S)
+
+
+def test_a_broadcast_refuses_what_it_cannot_do(pair: DeploymentHandle) -> None:
+    response = pair.broadcast("add", 1)
+    with pytest.raises(ValueError, match="timeout_s must be None or non-negative, got -1"):
+        response.results(timeout_s=-1)
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=r"await response\.results_async\(\)"):
+            response.results()
+        with pytest.raises(TypeError, match="results_async"):
+            await response
+
+    asyncio.run(main())
+    response.results(timeout_s=PATIENCE_S)
+
+
+def test_a_method_of_the_user_keeps_its_name_beside_those_of_handles(
+    pair: DeploymentHandle,
+) -> None:
+    assert result(pair.broadcast.remote("own")) == "the user's own"  # type: ignore[attr-defined]
+
+
+@pytest.mark.anyio
+async def test_a_chosen_replica_runs_the_call_in_its_slot(pair: DeploymentHandle) -> None:
+    handle = pair.options(method_name="wait")
+    async with handle.choose_replica() as one, handle.choose_replica() as other:
+        assert {one.replica_id, other.replica_id} == {"0", "1"}
+        third = asyncio.create_task(pair.add.remote("waits")._wait())
+        await turns()
+        latches.leave.count_down()
+        assert await pair.dispatch(one) == one.replica_id
+        await third
+        with pytest.raises(RuntimeError, match="already been dispatched"):
+            pair.dispatch(one)
+    assert len(await pair.broadcast("add", 1).results_async()) == 2  # both slots are free
+
+
+@pytest.mark.anyio
+async def test_a_stream_is_dispatched_to_a_chosen_replica(pair: DeploymentHandle) -> None:
+    handle = pair.options(method_name="items", stream=True)
+    async with handle.choose_replica() as chosen:
+        assert [each async for each in handle.dispatch(chosen, 2)] == [chosen.replica_id] * 2
+
+
+@pytest.mark.anyio
+async def test_a_slot_is_given_back_once_however_its_selection_ends(pair: DeploymentHandle) -> None:
+    for _ in range(3):
+        async with pair.add.choose_replica(1) as unused:
+            pass
+    with pytest.raises(RuntimeError, match="given back at the end of `async with"):
+        await pair.dispatch(unused, 1)
+    for _ in range(3):
+        async with pair.add.choose_replica() as chosen:
+            with pytest.raises(UnknownMethodError):
+                await pair.dispatch(chosen, pair.options(method_name="fail_not_there").remote())
+    with pytest.raises(ZeroDivisionError):
+        async with pair.add.choose_replica():
+            raise ZeroDivisionError
+    async with pair.add.choose_replica(), pair.add.choose_replica():
+        waiting = [asyncio.create_task(_chosen(pair)) for _ in range(3)]
+        await turns()
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
+        assert all(each.cancelled() for each in waiting)
+    assert len(await pair.broadcast("add", 1).results_async(timeout_s=PATIENCE_S)) == 2
+
+
+async def _chosen(handle: DeploymentHandle) -> None:
+    async with handle.choose_replica():
+        raise AssertionError("there was no slot")
+
+
+@pytest.mark.anyio
+async def test_a_selection_is_no_replica_of_another_deployment(pair: DeploymentHandle) -> None:
+    other = await asyncio.to_thread(serve.run, bind(Child), name="other", route_prefix=None)
+    async with pair.choose_replica() as chosen:
+        with pytest.raises(ValueError, match="for a different deployment"):
+            other.dispatch(chosen)
+
+
+@pytest.mark.anyio
+async def test_a_chosen_replica_that_has_left_is_unavailable(pair: DeploymentHandle) -> None:
+    async with pair.add.choose_replica() as one, pair.add.choose_replica() as other:
+        last = one if one.replica_id == "1" else other
+        update = Pair.options(num_replicas=1, graceful_shutdown_timeout_s=0)
+        scaled = asyncio.create_task(asyncio.to_thread(serve.run, bind(update), route_prefix=None))
+        router: Any = pair._directory.router(pair.deployment_id)
+        await until(lambda: len(router.replicas) == 1)
+        with pytest.raises(ReplicaUnavailableError, match=r"Pair#\d is no longer available"):
+            await pair.dispatch(last, 1)
+    await scaled
