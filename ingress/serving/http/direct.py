@@ -33,10 +33,14 @@ from ingress.serving.http.reply_state import BEGIN, CALLED, END, FINISH, READ, R
 
 
 def proxy_of(app: Any) -> HTTPProxy | None:
-    """Return the proxy that a server calls, directly or by uvicorn's middleware for proxies."""
+    """Return the proxy that a server calls: itself, or by an application of a worker process.
+
+    uvicorn's middleware for proxies may be around either.
+    """
     if type(app) is ProxyHeadersMiddleware:
         app = app.app
-    return app if type(app) is HTTPProxy else None
+    proxy = app if type(app) is HTTPProxy else getattr(app, "proxy", None)
+    return proxy if type(proxy) is HTTPProxy else None
 
 
 def forwarding_of(app: Any) -> ASGIApp:

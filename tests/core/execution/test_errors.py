@@ -236,7 +236,6 @@ def test_a_failure_is_logged_once_with_owner_and_the_users_frames(server: Server
     assert re.findall(r'failing.py", line \d+, in (\w+)', record) == ["boom", "fail", "boom"]
 
 
-@pytest.mark.thorough
 def test_worker_processes_keep_the_connection_too(tmp_path: Path) -> None:
     write_module(tmp_path, "failing", FAILING)
     with ingress_run(tmp_path, "failing:app", "--workers", "2") as server:
