@@ -86,9 +86,8 @@ WHY = {
 """The reason for each row that may be slower. docs/performance.md has the measurements."""
 SAME = """\
 On {machine}, 32 connections, one replica; medians of pairs that ran in turn. *both 0*: the two
-SEPARATE flags at 0. Ray Serve is shown in its default settings and in its best mode on one machine;
-it is made for more than one. [All rows and modes, how they were measured, and what is
-required](docs/benchmarks/README.md).
+SEPARATE flags at 0. Ray Serve is in its best mode on one machine, once also in its default. `make
+bench` measures on yours. [All rows, modes and requirements](docs/benchmarks/README.md).
 """
 IN_PROCESS = """\
 `call` is one no-op deployment, called from an event loop in the same process; in a chain each
@@ -316,7 +315,7 @@ def _section(results: list[Result], drawn: Charts) -> list[str]:
 
 
 def _of_peers(results: list[Result]) -> list[Result]:
-    """Return the rows in default settings, each with the peer's best mode, if it has several.
+    """Return each row in the peer's best mode, and those over HTTP in its default, too.
 
     A mode with as many processes on both sides goes before the others.
     """
@@ -324,7 +323,7 @@ def _of_peers(results: list[Result]) -> list[Result]:
     for each in (each for each in results if not each.setup):
         modes = [one for one in results if one.row == each.row and one.setup]
         modes.sort(key=lambda one: (EQUAL in one.setup, _theirs(one)))
-        found += [each, *modes[-1:]]
+        found += [each] * (not modes or "connections" in each.load) + modes[-1:]
     return found
 
 

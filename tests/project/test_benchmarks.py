@@ -399,20 +399,30 @@ def test_the_pages_are_what_the_results_say() -> None:
         assert path.read_text() == text, f"{path.name}: make bench-document"
 
 
-def test_the_readme_has_a_peers_default_and_its_best_mode_with_as_many_processes() -> None:
-    def mode(setup: str, theirs: float) -> Result:
-        runs = [{"requests_per_s": 9000.0}] * 5
-        return Result("no-op on R", "", setup, runs, "R", [{"requests_per_s": theirs}] * 5)
+def test_the_readme_has_a_peers_best_mode_with_as_many_processes_over_http_its_default_too() -> (
+    None
+):
+    def rows(load: str, **modes: float) -> list[Result]:
+        return [
+            Result(
+                *("no-op on R", load, setup.replace("_", " "), [{"requests_per_s": 9.0}] * 5),
+                *("R", [{"requests_per_s": theirs}] * 5),
+            )
+            for setup, theirs in [("", 1.0), *modes.items()]
+        ]
 
     http = Report.of([pairs()], 1)
-    fast = [mode("", 1.0), mode("slow", 2.0), mode("fast", 4.0), mode("late", 3.0)]
-    equal = [*fast, mode(f"slow, {document.EQUAL}", 2.5)]
-    for modes, best in ((fast, "*fast*"), (equal, f"*slow, {document.EQUAL}*")):
+    equal = document.EQUAL.replace(" ", "_")
+    for results, shown in (
+        (rows("32 connections", slow=2.0, fast=4.0, late=3.0), ["", ", *fast*"]),
+        (rows("4 clients", fast=4.0, **{equal: 2.5}), [f", *{document.EQUAL}*"]),
+        (rows("4 clients"), [""]),
+    ):
         readme = f"{document.BEGIN}{document.END}"
-        made = document.pages({"http": http, "peers": Report.of(modes, 1)}, readme)
+        made = document.pages({"http": http, "peers": Report.of(results, 1)}, readme)
         lines = [each for each in made[document.README].splitlines() if "no-op on R" in each]
 
-        assert [each.split(" | ")[0] for each in lines] == ["| no-op on R", f"| no-op on R, {best}"]
+        assert [each.split(" | ")[0] for each in lines] == [f"| no-op on R{one}" for one in shown]
 
 
 def test_beyond_what_was_measured_a_request_costs_its_way_and_its_work() -> None:
