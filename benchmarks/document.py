@@ -56,7 +56,7 @@ WHY = {
     "chain-5": "each deployment is a call with a slot of its own and two hops",
     "replicas-2": "each replica has its own loop and thread: fewer requests share a wake-up",
     "replicas-8": "a request switches threads 3 times instead of 0.2, each with the GIL",
-    "workers-2": "two computing workers and the client share two cores; 1.96 in the run before",
+    "workers-2": "two computing workers and the client share two cores; 1.73 to 1.96 by run",
     "import": (
         "ingress is imported, besides FastAPI; garbage collections, one of them full, take 0.4 of "
         "the difference"
