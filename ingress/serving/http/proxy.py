@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Protocol
@@ -25,8 +26,9 @@ from ingress.app.asgi.responses import refusal, send_refusal
 from ingress.app.declaration.declaration import Application
 from ingress.core.base.counters import HTTPCounts
 from ingress.core.base.types import RequestMetadata
+from ingress.core.calls.call import NO_WORK, Call
 from ingress.core.calls.retries import RetryBudget
-from ingress.exceptions import BackPressureError
+from ingress.exceptions import RayServeException
 from ingress.serving.http.access import AccessLine, leave_out, note_call
 from ingress.serving.http.asgi_messages import (
     GOING_AWAY,
@@ -46,6 +48,7 @@ from ingress.serving.http.retrying import Attempts, RequestLimits, client_deadli
 from ingress.serving.http.uvicorn_connection import close_header, has_no_body, target_of
 from ingress.serving.http.websocket import WebSocketReply
 from ingress.serving.replicas.router import Router
+from ingress.telemetry.logs import log_failure
 from ingress.telemetry.logs.options import LOGS
 
 HEALTHZ = "/-/healthz"
@@ -124,26 +127,27 @@ def _allowing_origin(route: Route | None, scope: Scope, response: Response) -> R
 
 
 def _with_key(
-    metadata: RequestMetadata, key_of: Callable[[Scope], str], router: Router, scope: Scope
-) -> RequestMetadata:
-    """Return the metadata with the request's fairness key. Raises what user code raises."""
+    metadata: RequestMetadata, key_of: Callable[[Scope], str], scope: Scope
+) -> tuple[RequestMetadata, RayServeException | None]:
+    """Return the metadata with the request's fairness key, and the error if user code fails."""
     try:
-        return metadata._replace(fairness_key=key_of(scope))
-    except Exception:  # the server answers and logs it
-        method = scope.get("method", "WS")
-        router.http.of(get_ident(), metadata.route, method, 500).add(0.0)
-        raise
+        return metadata._replace(fairness_key=key_of(scope)), None
+    except Exception as error:
+        if scope["type"] != "http":
+            raise  # the server refuses the WebSocket, and logs it
+        log_failure(Call(metadata, NO_WORK, copy_context()), error)
+        return metadata, RayServeException("Internal Server Error")
 
 
 def _turn_away(
-    refused: BackPressureError,
+    refused: RayServeException,
     router: Router,
     metadata: RequestMetadata,
     scope: Scope,
     receive: Receive,
     send: Send,
 ) -> Coroutine[Any, Any, None]:
-    """Count a request that finds the queue full, and return the coroutine that answers it."""
+    """Count a request that gets no place in the queue; return the coroutine that answers it."""
     prefix, status, response = metadata.route, refused.status_code, None
     if has_origin(scope):
         response = allowing_origin(router.app, prefix, scope, refusal(refused))
@@ -222,16 +226,17 @@ class HTTPProxy:
         metadata, headers, now = read_head(
             scope, router.deployment_id, prefix, limits.timeout_s, limits.headers
         )
+        refused: RayServeException | None = None
         if (key_of := router.key_of) is not None:
-            metadata = _with_key(metadata, key_of, router, scope)
+            metadata, refused = _with_key(metadata, key_of, scope)
         is_listed = limits.retried_methods and scope.get("method") in limits.retried_methods
         if is_listed:
             self._budget.deposit()
         is_bodiless = has_no_body(receive)
-        if is_bodiless and not router.available and scope["type"] == "http":
+        if is_bodiless and not router.available and scope["type"] == "http" and refused is None:
             refused = router.turns_away(metadata.deadline, metadata.fairness_key)
-            if refused is not None:
-                return _turn_away(refused, router, metadata, scope, receive, send)
+        if refused is not None:
+            return _turn_away(refused, router, metadata, scope, receive, send)
         # What user code gets: with the request's id, and without a mounting app.
         inner: Scope = {**scope, "asgi": ASGI, "headers": headers}
         if "router" in inner:  # of an app that mounts this one; links need the app's own router

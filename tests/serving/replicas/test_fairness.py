@@ -438,9 +438,11 @@ def test_a_function_gives_the_key_of_requests_and_of_websockets(key: Any) -> Non
 def test_a_function_that_fails_is_a_500_and_takes_no_slot(caplog: pytest.LogCaptureFixture) -> None:
     port = served(bind(Model.options(fairness_key=by_query)))
 
-    assert get(port, "/?name=e1").status == 500
-    assert get(port, "/?name=n1").status == 500
-    assert get(port, "/?name=a1").status == 200
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        answers = [client.get(f"/?name={name}") for name in ("e1", "n1", "a1")]
+    assert [each.status_code for each in answers] == [500, 500, 200]
+    assert "x-request-id" in answers[0].headers
+    assert "connection" not in answers[0].headers  # it is kept
 
     (application,) = local_engine().snapshot().applications.values()
     failed = [each for each in application.deployments["Model"].http if each.status == 500]
