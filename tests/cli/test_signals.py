@@ -176,7 +176,8 @@ async def lifespan(given):
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     replica = serve.get_replica_context().replica_tag
     def told(text):
-        print(text, serve.get_replica_context().replica_tag, flush=True)
+        # One write: two replicas print at once.
+        print(f"{text} {serve.get_replica_context().replica_tag}\\n", end="", flush=True)
         assert asyncio.get_running_loop() is loop
     loop.add_signal_handler(signal.SIGUSR2, told, "user")
     loop.add_signal_handler(signal.SIGTERM, told, "stop")

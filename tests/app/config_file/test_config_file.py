@@ -15,8 +15,10 @@ import typer
 
 from ingress.app.config_file.loading import ConfigFile
 from ingress.app.config_file.models import ServeConfig
+from ingress.app.config_file.origins import Origin, effective
 from ingress.app.config_file.reading import ConfigFileError
 from ingress.cli.run_command import check_file
+from ingress.config import HTTPOptions
 from tests.servers import INGRESS, environment, process, run_ingress, write_module
 
 APP = """
@@ -548,7 +550,6 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
         *("config", "serve.yaml", "--show-origin", "--json", "--port", "9000"),
         INGRESS_MAX_HEADER_BYTES="4096",
         INGRESS_FREEZE_GC="1",
-        RAY_SERVE_THROUGHPUT_OPTIMIZED="1",
         FROM_FILE="y",
     )
     assert result.returncode == 0, result.stderr
@@ -569,10 +570,18 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
     assert found["applications[1].deployments[0].num_replicas"] == (2, "code", "")
     variable = found["applications[0].runtime_env.env_vars.FROM_FILE"]
     assert variable == ("xy", "file", "serve.yaml:9:27")
-    of_mode = (0, "environment", "RAY_SERVE_THROUGHPUT_OPTIMIZED")
-    assert found["environment.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == of_mode
     # As in Ray, the file's variables replace those of the environment.
     assert found["environment.INGRESS_FREEZE_GC"] == (0, "file", "env_vars INGRESS_FREEZE_GC")
+
+
+def test_a_flag_that_rays_throughput_mode_sets_names_it(folder: Path) -> None:
+    flag, mode = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "RAY_SERVE_THROUGHPUT_OPTIMIZED"
+    file = ConfigFile.read(folder / "serve.yaml", {mode: "1"})
+
+    values = effective(file, [], from_code=HTTPOptions(), command_line={})
+
+    (shown,) = (each for each in values if each.where == ("environment", flag))
+    assert (shown.value, shown.origin, shown.detail) == (0, Origin.ENVIRONMENT, mode)
 
 
 def test_run_reads_what_build_writes_and_what_config_prints(folder: Path) -> None:

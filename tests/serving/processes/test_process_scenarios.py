@@ -23,7 +23,7 @@ AS_ON_RAY = {
     "a_result_that_cannot_be_copied_is_an_error",
     "a_response_inside_a_list_is_refused",
 }
-TENTH = {"models", "paths", "places"}  # applications whose scenarios are various
+TENTH = {"models", "pair", "paths", "places"}  # applications whose scenarios are various
 SCENARIOS = [each for each in scenarios() if "local" in each.columns and each.module != "examples"]
 RECORD = Results.read().observations
 
