@@ -75,19 +75,8 @@ class Scaler:
     """The load of one deployment, and its last decisions. Owned by the control loop."""
 
     __slots__ = (
-        "_asking",
-        "_down_at",
-        "_is_default",
-        "_next_at",
-        "_policy",
-        "_record_at",
-        "_recorded",
-        "_recording",
-        "_samples",
-        "_state",
-        "_trend",
-        "_up_at",
-        "config",
+        "_asking", "_down_at", "_is_default", "_next_at", "_policy", "_record_at", "_recorded",
+        "_recording", "_samples", "_state", "_trend", "_up_at", "config",
     )  # fmt: skip
 
     def __init__(self, config: AutoscalingConfig, policy: Policy) -> None:
