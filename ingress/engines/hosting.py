@@ -56,7 +56,7 @@ from ingress.engines.local import LocalEngine
 from ingress.schema import ApplicationStatus
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.leaving import close_after_answers, is_listening
-from ingress.serving.http.proxy import HTTPProxy, RouteTable
+from ingress.serving.http.proxy import HTTPProxy, ProxyApp, RouteTable
 from ingress.telemetry.mistakes import format_failed_start
 from ingress.telemetry.watchdog import WATCHDOG
 
@@ -479,7 +479,7 @@ async def _answer_lifespan(
 
 
 @dataclass(eq=False, slots=True)
-class CombinedApp:
+class CombinedApp(ProxyApp):
     """The ASGI app of the applications that `start` starts. `start` runs in a thread.
 
     Owned by the HTTP loop.

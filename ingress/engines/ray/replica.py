@@ -31,7 +31,6 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from inspect import isasyncgenfunction, isgeneratorfunction
 from typing import Any, TypeVar
 
 from ray import serve as ray_serve
@@ -41,6 +40,7 @@ from ray.serve.context import _get_global_client, _get_serve_request_context
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.app.asgi import ASGI, bound_app_of
+from ingress.app.asgi.methods import GENERATORS
 from ingress.app.declaration.build import fill
 from ingress.context import REPLICA
 from ingress.core.base.counters import LOAD, UNLOAD
@@ -56,6 +56,7 @@ from ingress.core.base.types import (
 from ingress.core.calls.call import Call
 from ingress.core.calls.channel import Channel
 from ingress.core.calls.loops import run_on
+from ingress.core.execution.execution import kind
 from ingress.core.execution.threads import lend_executor
 from ingress.engines.ray.calls import RayDirectory, RayHandle, portable, use_here
 from ingress.engines.ray.messages import HOOKS, ReplicaSpec, as_arrived
@@ -355,7 +356,7 @@ class RemoteMethod:
         """Call the method with the message of a client of Ray's gRPC proxy."""
         replica = self._replica
         method = getattr(replica._replica.context.servable_object, self.__name__, None)
-        is_streaming = isgeneratorfunction(method) or isasyncgenfunction(method)
+        is_streaming = callable(method) and kind(method) in GENERATORS
         sent = RequestMetadata(
             request_id=context.request_id,
             deployment=replica._deployment,

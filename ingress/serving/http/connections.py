@@ -34,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.core.base.settings import HTTPLimits
 from ingress.serving.http.compat import H11Protocol, HttpToolsProtocol, ProxyHeadersMiddleware
-from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.http.proxy import proxy_behind
 from ingress.serving.http.uvicorn_connection import close_header
 from ingress.telemetry.logs import logger
 
@@ -294,8 +294,7 @@ async def _answer_refused(
     """Refuse a request whose head is complete. `app` is the server's, which does not see it."""
     response: Response = PlainTextResponse(text, status)
     app = app.app if type(app) is ProxyHeadersMiddleware else app
-    proxy = getattr(app, "proxy", app)  # of a worker process
-    if isinstance(proxy, HTTPProxy):
+    if (proxy := proxy_behind(app)) is not None:
         response = proxy.allowing_origin(scope, response)
     response.headers.update(close_header(receive))
     await response(scope, receive, send)

@@ -27,7 +27,7 @@ from ingress.serving.http.compat import (
     ProxyHeadersMiddleware,
 )
 from ingress.serving.http.in_flight import InFlight, leave
-from ingress.serving.http.proxy import HTTPProxy
+from ingress.serving.http.proxy import HTTPProxy, proxy_behind
 from ingress.serving.http.reply import Reply
 from ingress.serving.http.reply_state import BEGIN, CALLED, END, FINISH, READ, ReplyEvent
 
@@ -39,8 +39,7 @@ def proxy_of(app: Any) -> HTTPProxy | None:
     """
     if type(app) is ProxyHeadersMiddleware:
         app = app.app
-    proxy = app if type(app) is HTTPProxy else getattr(app, "proxy", None)
-    return proxy if type(proxy) is HTTPProxy else None
+    return proxy_behind(app)
 
 
 def forwarding_of(app: Any) -> ASGIApp:

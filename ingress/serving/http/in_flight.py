@@ -47,8 +47,7 @@ class InFlight:
     """The replies that one ASGI application makes, possibly on several loops at once.
 
     `apps` are the classes of applications that a server may call directly, and then only log what
-    they raise: the errors are logged here instead. The first is that of proxies, which a worker
-    process has in an application of its own. `watches` the clients, unless the server itself
+    they raise: the errors are logged here instead. `watches` the clients, unless the server itself
     cancels the request of a client that has left.
     """
 
@@ -116,9 +115,7 @@ class InFlight:
 
         Returns False if uvicorn does not call one of `apps` directly: the error must be raised.
         """
-        app = uvicorn_connection.called_app(receive)
-        proxy = getattr(app, "proxy", None)  # of a worker process
-        if not (isinstance(app, self._apps) or isinstance(proxy, self._apps[:1])):
+        if not isinstance(uvicorn_connection.called_app(receive), self._apps):
             return False
         log_failure(reply.call, error)
         if not uvicorn_connection.is_answer_complete(receive):
