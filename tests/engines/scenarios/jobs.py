@@ -22,6 +22,7 @@ QUEUE = "clerk"
 def config() -> Any:
     """Return the config of the queue of this process: its folder is made at the first call."""
     if not _made:
+        write_whole_files()
         schema = import_module(f"{PACKAGE}.schema")
         folder = tempfile.mkdtemp(prefix="ingress-jobs-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -51,6 +52,29 @@ def config() -> Any:
 
 
 _made: list[Any] = []
+
+
+def write_whole_files() -> None:
+    """Give messages their names when they are complete.
+
+    Kombu creates the file of a message, then writes it: a consumer that looks between the two
+    takes an empty message, and the job is lost.
+    """
+    channel = import_module("kombu.transport.filesystem").Channel
+    put = channel._put
+
+    def put_whole(self: Any, queue: str, payload: Any, **kwargs: Any) -> None:
+        folder = self.data_folder_out
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(folder)) as aside:
+            self.data_folder_out = aside
+            try:
+                put(self, queue, payload, **kwargs)
+            finally:
+                self.data_folder_out = folder
+            for name in os.listdir(aside):
+                os.rename(os.path.join(aside, name), os.path.join(folder, name))
+
+    channel._put = put_whole
 
 
 def clerk() -> Any:
