@@ -20,6 +20,10 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ingress._unsupported import teller
 from ingress.core.base.options import (
+    IN_PLACE,
+    NOT_ON_RAY,
+    ON_RAY,
+    OURS,
     ClassPath,
     Fraction,
     FunctionPath,
@@ -31,6 +35,7 @@ from ingress.core.base.options import (
     LogAttribute,
     LogLevel,
     LoopChoice,
+    Mark,
     NonNegativeFloat,
     NonNegativeInt,
     OngoingRequests,
@@ -290,7 +295,7 @@ class HTTPOptions(Options):
 
 
 class DeploymentConfig(Options):
-    """The options of one deployment, without its name."""
+    """The options of one deployment, without its name. Each says what Ray makes of it."""
 
     belong_to: ClassVar[str] = "@serve.deployment"
     is_whole: ClassVar[bool] = True  # not only the options that replace those in code
@@ -305,42 +310,47 @@ class DeploymentConfig(Options):
     renamed: ClassVar[Mapping[str, str]] = {"max_concurrent_queries": "max_ongoing_requests"}
     user_frame: ClassVar[int] = 5  # two normalised(), __init__, deployment() or .options()
 
-    num_replicas: Replicas = 1
-    max_ongoing_requests: OngoingRequests = 100
-    max_queued_requests: QueuedRequests = -1
-    lanes: LaneLimits = Field(default_factory=dict)
-    loop: LoopChoice | None = None
-    isolation: Isolation = "thread"
-    max_requests_per_replica: PositiveInt | None = None
-    max_memory_mb: PositiveFloat | None = None
-    user_config: Json = None
-    graceful_shutdown_timeout_s: NonNegativeFloat = 20.0
-    graceful_shutdown_wait_loop_s: NonNegativeFloat = 2.0
-    health_check_period_s: PositiveFloat = 10.0
-    health_check_timeout_s: PositiveFloat = 30.0
-    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
-    backpressure_config: BackpressureConfig | None = None
-    autoscaling_config: AutoscalingConfig | None = None
-    request_router_config: RequestRouterConfig | None = None
-    fairness_key: Annotated[Any, AfterValidator(_checked_key)] = None
-    fairness_config: FairnessConfig | None = None
-    logging_config: LoggingConfig | None = None
-    max_constructor_retry_count: PositiveInt = 20
-    max_replicas_per_node: PositiveInt | None = None
-    placement_group_bundles: list[dict[str, float]] | None = None
-    placement_group_strategy: str | None = None
-    placement_group_bundle_label_selector: list[dict[str, str]] | None = None
-    placement_group_fallback_strategy: list[dict[str, Any]] | None = None
-    gang_scheduling_config: object = None
-    deployment_actors: object = None
-    rolling_update_percentage: Fraction = 0.2
-    max_surge_percent: NonNegativeFloat = 0
+    num_replicas: Annotated[Replicas, IN_PLACE, OURS] = 1
+    max_ongoing_requests: Annotated[OngoingRequests, IN_PLACE, OURS] = 100
+    max_queued_requests: Annotated[QueuedRequests, IN_PLACE, ON_RAY] = -1
+    lanes: Annotated[LaneLimits, OURS] = Field(default_factory=dict)
+    loop: Annotated[LoopChoice | None, OURS] = None
+    isolation: Annotated[Isolation, OURS] = "thread"
+    max_requests_per_replica: Annotated[PositiveInt | None, IN_PLACE, OURS] = None
+    max_memory_mb: Annotated[PositiveFloat | None, IN_PLACE, OURS] = None
+    user_config: Annotated[Json, IN_PLACE, ON_RAY] = None
+    graceful_shutdown_timeout_s: Annotated[NonNegativeFloat, IN_PLACE, ON_RAY] = 20.0
+    graceful_shutdown_wait_loop_s: Annotated[NonNegativeFloat, IN_PLACE, ON_RAY] = 2.0
+    health_check_period_s: Annotated[PositiveFloat, IN_PLACE, ON_RAY] = 10.0
+    health_check_timeout_s: Annotated[PositiveFloat, IN_PLACE, ON_RAY] = 30.0
+    ray_actor_options: Annotated[dict[str, Any], OURS] = Field(default_factory=dict)
+    backpressure_config: Annotated[BackpressureConfig | None, IN_PLACE, ON_RAY] = None
+    autoscaling_config: Annotated[AutoscalingConfig | None, IN_PLACE, ON_RAY] = None
+    request_router_config: Annotated[RequestRouterConfig | None, ON_RAY] = None
+    fairness_key: Annotated[Any, AfterValidator(_checked_key), IN_PLACE, NOT_ON_RAY] = None
+    fairness_config: Annotated[FairnessConfig | None, IN_PLACE, NOT_ON_RAY] = None
+    logging_config: Annotated[LoggingConfig | None, ON_RAY] = None
+    max_constructor_retry_count: Annotated[PositiveInt, IN_PLACE, ON_RAY] = 20
+    max_replicas_per_node: Annotated[PositiveInt | None, IN_PLACE, ON_RAY] = None
+    placement_group_bundles: Annotated[list[dict[str, float]] | None, ON_RAY] = None
+    placement_group_strategy: Annotated[str | None, ON_RAY] = None
+    placement_group_bundle_label_selector: Annotated[list[dict[str, str]] | None, ON_RAY] = None
+    placement_group_fallback_strategy: Annotated[list[dict[str, Any]] | None, ON_RAY] = None
+    gang_scheduling_config: Annotated[object, ON_RAY] = None
+    deployment_actors: Annotated[object, ON_RAY] = None
+    rolling_update_percentage: Annotated[Fraction, IN_PLACE, ON_RAY] = 0.2
+    max_surge_percent: Annotated[NonNegativeFloat, IN_PLACE, ON_RAY] = 0
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def option_names(cls) -> list[str]:
         return sorted(["name", *cls.model_fields])
+
+    @classmethod
+    def marked(cls, mark: Mark) -> frozenset[str]:
+        """Return the names of the options with this mark."""
+        return frozenset(n for n, each in cls.model_fields.items() if mark in each.metadata)
 
     @classmethod
     def normalised(cls, given: dict[str, Any]) -> dict[str, Any]:

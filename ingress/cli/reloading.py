@@ -29,9 +29,9 @@ from ingress.cli.sd_notify import notifying_reload
 from ingress.cli.server_commands import change, check
 from ingress.cli.worker import Served
 from ingress.cli.worker_commands import WorkersCommands
-from ingress.config import HTTPOptions
+from ingress.config import DeploymentConfig, HTTPOptions
+from ingress.core.base.options import IN_PLACE
 from ingress.core.base.settings import Settings, export
-from ingress.serving.control.changes import IN_PLACE
 from ingress.serving.http.address import Address
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.shared_port import SharedPort
@@ -87,7 +87,7 @@ class FileState:
         try:
             # Their modules are imported already: the old version is imported again at no cost.
             before = self.file.load_all(None)
-            return differences(before, new.load_all(None), IN_PLACE)
+            return differences(before, new.load_all(None), DeploymentConfig.marked(IN_PLACE))
         except ConfigFileError as error:
             raise CommandError("\n".join(error.lines)) from None
         except Exception as error:  # a builder of the user

@@ -324,7 +324,7 @@ class LocalEngine:
         Returns what differed, an empty list if nothing did; replicas then start, drain or are
         reconfigured one after another while requests go on. `wait_until_settled` waits for them.
 
-        `control.changes.IN_PLACE` has the options that can be changed. Raises `ValueError` for any
+        The options that can be changed are those marked `IN_PLACE`. Raises `ValueError` for any
         other option, an unknown application or deployment, or a bad value; `TypeError` for an
         option that does not exist. Not to be called on the control loop.
         """

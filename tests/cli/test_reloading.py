@@ -22,9 +22,9 @@ from ingress.app.declaration.declaration import Deployment
 from ingress.cli.control_socket import CommandError, RunningServer
 from ingress.cli.reloading import WorkersAddress
 from ingress.cli.worker import Served
-from ingress.config import AutoscalingConfig, HTTPOptions
+from ingress.config import AutoscalingConfig, DeploymentConfig, HTTPOptions
+from ingress.core.base.options import IN_PLACE
 from ingress.core.base.settings import RUNTIME_DIR, Settings
-from ingress.serving.control.changes import IN_PLACE
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.shared_port import SharedPort
 from tests.programs import INGRESS, ServerProcess, environment, process, write_module
@@ -146,10 +146,10 @@ def test_what_a_deployment_is_changed_to_and_back(
     old = written(path, FILE).load_all(None)
     new = written(path, FILE, (before, after)).load_all(None)
 
-    found = differences(old, new, IN_PLACE)
+    found = differences(old, new, DeploymentConfig.marked(IN_PLACE))
     assert found.options == {"shop": {"Model": options}}
     assert (found.added, found.again, found.removed) == ([], [], [])
-    back = differences(new, old, IN_PLACE).options["shop"]["Model"]
+    back = differences(new, old, DeploymentConfig.marked(IN_PLACE)).options["shop"]["Model"]
     # A running deployment can have the options, and the ones before again.
     (config,) = [each.config for each in _deployments(new)]
     again = config.with_options(**back)

@@ -17,9 +17,9 @@ import yaml
 import ingress as serve
 from ingress.app.declaration.build import BuiltDeployment, build
 from ingress.config import DeploymentConfig, HTTPOptions
+from ingress.core.base.options import NOT_ON_RAY, ON_RAY, OURS
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings
 from ingress.core.base.types import DeploymentID, RequestMetadata
-from ingress.engines.ray import lowering
 from ingress.engines.ray.config_file import config_of
 from ingress.engines.ray.lowering import (
     environment_for_workers,
@@ -96,7 +96,7 @@ def test_jobs_in_a_file_of_one_machine_are_refused() -> None:
 
 
 def test_every_option_of_a_deployment_has_its_place_on_ray() -> None:
-    places = lowering.PASSED, lowering.OURS, lowering.REFUSED
+    places = [DeploymentConfig.marked(each) for each in (ON_RAY, OURS, NOT_ON_RAY)]
     assert sorted(chain(*places)) == sorted(DeploymentConfig.model_fields)
 
 
@@ -237,16 +237,16 @@ def test_an_engine_that_is_none_is_refused_by_name() -> None:
 
 
 RUN = ["run", "app:hello", "--port", "0"]
-ON_RAY = [*RUN, "--engine", "ray"]
+RUN_ON_RAY = [*RUN, "--engine", "ray"]
 BUILD = ["build", "app:hello"]
 REFUSED: list[tuple[list[str], str]] = [
     ([*RUN, "--engine", "raay"], "--engine must be local or ray, got 'raay'"),
-    ([*ON_RAY, "--workers", "2"], "--reload and --workers are for the local eng"),
-    ([*ON_RAY, "--reload"], "--reload and --workers are for the local engine"),
-    ([*ON_RAY, "--admin", "127.0.0.1:0"], "--admin and --admin-token are for the "),
-    ([*ON_RAY, "--admin-token", "secret"], "--admin and --admin-token are for the "),
-    ([*ON_RAY, "--metrics-routes", "9"], "--metrics-routes is for the "),
-    ([*ON_RAY, "--drain-delay", "1"], "--drain-delay is for the local engine"),
+    ([*RUN_ON_RAY, "--workers", "2"], "--reload and --workers are for the local eng"),
+    ([*RUN_ON_RAY, "--reload"], "--reload and --workers are for the local engine"),
+    ([*RUN_ON_RAY, "--admin", "127.0.0.1:0"], "--admin and --admin-token are for the "),
+    ([*RUN_ON_RAY, "--admin-token", "secret"], "--admin and --admin-token are for the "),
+    ([*RUN_ON_RAY, "--metrics-routes", "9"], "--metrics-routes is for the "),
+    ([*RUN_ON_RAY, "--drain-delay", "1"], "--drain-delay is for the local engine"),
     ([*RUN, "--address", "127.0.0.1:1"], "--address and --working-dir are for --engine ray"),
     ([*RUN, "--working-dir", "."], "--address and --working-dir are for --engine ray"),
     (
@@ -276,7 +276,7 @@ def test_what_an_engine_or_a_cluster_cannot_use_is_refused_in_one_line(folder: P
 @needs_no_ray
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_without_ray_one_line_says_how_to_get_it(folder: Path, how: str) -> None:
-    arguments, environ = (ON_RAY, {}) if how == "option" else (RUN, {"INGRESS_ENGINE": "ray"})
+    arguments, environ = (RUN_ON_RAY, {}) if how == "option" else (RUN, {"INGRESS_ENGINE": "ray"})
     result = run_ingress(folder, *arguments, **environ)
 
     (line,) = result.stderr.splitlines()

@@ -34,6 +34,16 @@ from ingress.core.base.types import short_key
 IDEMPOTENT_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PUT", "TRACE"})
 
 
+class Mark(str):
+    """A decision on an option of a deployment, in the `Annotated` of its field."""
+
+
+IN_PLACE = Mark("it can change while the deployment runs: `serving/control/changes`")
+ON_RAY = Mark("Ray's own deployment gets it, if the user gave it")
+OURS = Mark("on Ray it takes effect in the replica, or is given in another form")
+NOT_ON_RAY = Mark("`--engine ray` refuses it")
+
+
 class Options(BaseModel):
     """Keywords, validated and frozen; the repr shows those that differ from the default."""
 

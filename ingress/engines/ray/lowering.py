@@ -2,10 +2,12 @@
 
     option                                   on Ray
     name, num_replicas, max_ongoing_requests always given: both engines have the same defaults
-    those of `PASSED`                        given to Ray if the user gave them
+    those marked `ON_RAY`                    given to Ray if the user gave them
     ray_actor_options                        the same, with the flags in its environment
     lanes, user_config                       used by ingress's runtime in the replica
     request_router_class of ingress          refused: the router there is Ray's
+    max_requests_per_replica, max_memory_mb  no effect: Ray retires no replica
+    loop, isolation                          no effect: each replica has a process
     retry_started_methods (`HTTPOptions`)    refused: the proxies there are Ray's
     the limits of `HTTPLimits`               refused too
     jobs in the embedded store               refused: nodes share no file
@@ -25,7 +27,7 @@ from typing import Any
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
-from ingress.core.base.options import Options
+from ingress.core.base.options import NOT_ON_RAY, ON_RAY, Options
 from ingress.core.base.settings import (
     ENGINE,
     ROUTER_IN_SEPARATE_LOOP,
@@ -37,43 +39,6 @@ from ingress.core.base.settings import (
     Settings,
 )
 from ingress.serving.control.consumers import consumer_of
-
-PASSED = frozenset(
-    {
-        "autoscaling_config",
-        "backpressure_config",
-        "deployment_actors",
-        "gang_scheduling_config",
-        "graceful_shutdown_timeout_s",
-        "graceful_shutdown_wait_loop_s",
-        "health_check_period_s",
-        "health_check_timeout_s",
-        "logging_config",
-        "max_constructor_retry_count",
-        "max_queued_requests",
-        "max_replicas_per_node",
-        "max_surge_percent",
-        "placement_group_bundle_label_selector",
-        "placement_group_bundles",
-        "placement_group_fallback_strategy",
-        "placement_group_strategy",
-        "request_router_config",
-        "rolling_update_percentage",
-        "user_config",
-    }
-)
-OURS = frozenset(
-    {
-        "isolation", "lanes", "loop", "max_memory_mb", "max_ongoing_requests",
-        "max_requests_per_replica", "num_replicas", "ray_actor_options",
-    }
-)  # fmt: skip
-"""Options outside `PASSED` that take effect here or in the replica; a test compares the config.
-
-There each replica has a process, so that it shares no object and no loop, for each value of `loop`
-and of `isolation`. Ray retires no replica: the two limits have no effect there.
-"""
-REFUSED = frozenset({"fairness_config", "fairness_key"})
 
 
 def options_for_ray(
@@ -93,7 +58,7 @@ def options_for_ray(
             "of a Ray cluster do not share; give TaskProcessorConfig(adapter_config="
             "CeleryAdapterConfig(broker_url=..., backend_url=...)), or run it with --engine local"
         )
-    for name in sorted(REFUSED & config.changed().keys()):
+    for name in sorted(config.marked(NOT_ON_RAY) & config.changed().keys()):
         raise ValueError(
             f"{name} of deployment {built.name!r} cannot be set on Ray, whose routers know no keys "
             "of calls; leave it out there, or run it with --engine local"
@@ -104,7 +69,7 @@ def options_for_ray(
     }
     if "num_replicas" in given or config.autoscaling_config is None:
         options["num_replicas"] = config.num_replicas
-    for name in PASSED & given:
+    for name in config.marked(ON_RAY) & given:
         if (value := getattr(config, name)) is not None:
             options[name] = _plain(value, f"deployment {built.name!r}")
     actor: dict[str, Any] = dict(config.ray_actor_options)

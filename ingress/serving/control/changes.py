@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from ingress.app.declaration.cluster_options import check_count
 from ingress.autoscaling_policy import bounded
 from ingress.config import DeploymentConfig
+from ingress.core.base.options import IN_PLACE
 from ingress.serving.control.running import RunningDeployment, Version
 from ingress.serving.control.scaling import scaler_of
 from ingress.serving.replicas.fairness import fairness_of
@@ -29,30 +30,6 @@ from ingress.serving.replicas.fairness import fairness_of
 if TYPE_CHECKING:  # it imports this module
     from ingress.serving.control.reconciler import Reconciler
     from ingress.serving.control.running import RunningApplication
-
-IN_PLACE = frozenset(
-    {
-        "autoscaling_config",
-        "backpressure_config",
-        "fairness_config",
-        "fairness_key",
-        "graceful_shutdown_timeout_s",
-        "graceful_shutdown_wait_loop_s",
-        "health_check_period_s",
-        "health_check_timeout_s",
-        "max_constructor_retry_count",
-        "max_memory_mb",
-        "max_ongoing_requests",
-        "max_queued_requests",
-        "max_replicas_per_node",
-        "max_requests_per_replica",
-        "max_surge_percent",
-        "num_replicas",
-        "rolling_update_percentage",
-        "user_config",
-    }
-)
-"""The options of a deployment that can be changed while it runs."""
 
 _NUMBERS = frozenset({"num_replicas", "autoscaling_config", "max_replicas_per_node"})
 
@@ -106,7 +83,7 @@ def checked(
         else:
             after = before.with_options(**given)
             after = after.with_origins(dict.fromkeys(given, origin) if origin else {})
-        fixed = sorted(differences(before, after).keys() - IN_PLACE)
+        fixed = sorted(differences(before, after).keys() - before.marked(IN_PLACE))
         if fixed:
             raise ValueError(
                 f"{', '.join(fixed)} of deployment {name!r} cannot be changed while its replicas "
