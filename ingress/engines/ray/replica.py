@@ -168,8 +168,9 @@ class RayReplica:
         if (found := consumer_of(target)) is not None:
             handle: DeploymentHandle = DeploymentHandle(self._deployment, self._directory)
             slots = self._config.max_ongoing_requests
+            # Ray's handles do not say which calls have begun: all its jobs count as waiting.
             self._consumer = await asyncio.to_thread(
-                found.open, handle, lambda: 0, slots, lambda key: 1.0
+                found.open, handle, lambda: slots, slots, lambda key: 1.0
             )
             self._consumer.begin()
         self._metrics = ReplicaMetrics(self._replica)

@@ -100,6 +100,11 @@ def clerk() -> Any:
             self.count += 1
             return self.count
 
+        @task_handler()
+        def meets(self) -> None:
+            note("job-meets")
+            wait_until(lambda: len(notes("job-meets")) == 2, "the other job")
+
         def counted(self) -> int:
             return self.count
 
@@ -138,6 +143,18 @@ def jobs_and_calls_have_one_instance(it: Client) -> Any:
     before = it.call("counted")
     found = [run(queue, "counts")[1] - before for _ in range(2)]
     return [found, it.call("counted") - before]
+
+
+@scenario("Jobs", clerk)
+def jobs_run_in_all_slots_at_once(it: Client) -> Any:
+    queue = adapter()
+    ids = [queue.enqueue_task_sync("meets").id for _ in range(2)]
+
+    def states() -> list[str]:
+        return [queue.get_task_status_sync(id).status for id in ids]
+
+    wait_until(lambda: all(each in ENDS for each in states()), "meets")
+    return states()
 
 
 @scenario("Jobs", clerk)
