@@ -29,8 +29,14 @@ from ingress.exceptions import (
     TaskQueueError,
 )
 from ingress.jobs import table
-from ingress.jobs.calls import JobCalls, code_has_ended, has_begun, is_handed_back
-from ingress.jobs.payload import UnreadableArgumentsError, dumped
+from ingress.jobs.calls import (
+    JobCalls,
+    UnreadableArgumentsError,
+    code_has_ended,
+    dumped,
+    has_begun,
+    is_handed_back,
+)
 from ingress.jobs.store import Store
 from ingress.jobs.table import Job, Limits, Outcome, Turns
 from ingress.telemetry.logs import logger

@@ -21,9 +21,8 @@ from ingress.core.base.types import JobState as State
 from ingress.core.base.types import short_key
 from ingress.exceptions import TaskNotFoundError
 from ingress.jobs import table
-from ingress.jobs.calls import JobCalls, current_trace
+from ingress.jobs.calls import JobCalls, current_trace, dumped, loaded
 from ingress.jobs.consumer import Consumer
-from ingress.jobs.payload import dumped, loaded
 from ingress.jobs.store import Store, use_store
 from ingress.jobs.table import Job, NewJob
 

@@ -31,7 +31,7 @@ import anyio
 import fastapi
 import starlette
 
-from ingress.core.execution.unreadable import readable
+from ingress.core.execution.errors import readable
 
 _BETWEEN = (
     dirname(dirname(__file__)),

@@ -35,8 +35,8 @@ from ingress.core.calls.channel import Channel
 from ingress.core.calls.loops import BorrowedLoop, mailbox_of
 from ingress.core.calls.tracing import TRACING, note_failure, trace_batch
 from ingress.core.execution import execution
+from ingress.core.execution.errors import readable
 from ingress.core.execution.execution import Kind, Role
-from ingress.core.execution.unreadable import readable
 from ingress.exceptions import RayServeException, StreamClosedError, UserCodeExit, needs_no_record
 from ingress.telemetry.logs import logger
 

@@ -2,6 +2,10 @@
 
 A decorated function has a `BatchQueue` for each instance, replica and loop, and only while a call
 is in it. So nothing is shared between instances, and nothing keeps an instance or a loop alive.
+
+The types of batched functions are for type checkers; at run time they are functions. Annotations
+cannot turn the lists of a signature into their items. So the parameters are `...`, and
+`ingress.mypy` fills them in.
 """
 
 from __future__ import annotations
@@ -12,13 +16,21 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial, wraps
 from numbers import Integral, Real
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Never, overload
+from typing import Any, Never, ParamSpec, Protocol, TypeVar, overload
 
 from ingress._unsupported import refuse
 from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Item, Limits
@@ -34,15 +46,47 @@ from ingress.core.execution import execution
 from ingress.core.execution.execution import Kind
 from ingress.telemetry.logs import logger
 
-if TYPE_CHECKING:
-    from ingress.app.batching.batched import (
-        BatchDecorator,
-        Batched,
-        BatchedStream,
-        Parts,
-        R,
-        Results,
-    )
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+Results = Sequence[R] | Awaitable[Sequence[R]]
+BatchPart = Sequence[R | type[StopIteration]]
+Parts = Iterator[BatchPart[R]] | AsyncIterator[BatchPart[R]]
+
+
+class Limited(Protocol):
+    """The functions of a batched function that change its limits."""
+
+    __name__: str
+
+    def set_max_batch_size(self, max_batch_size: int) -> None: ...
+    def set_batch_wait_timeout_s(self, batch_wait_timeout_s: float) -> None: ...
+    def _get_max_batch_size(self) -> int: ...
+    def _get_batch_wait_timeout_s(self) -> float: ...
+
+
+class Batched(Limited, Protocol[P, R_co]):
+    """A batched function, to type checkers."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R_co]: ...
+
+
+class BatchedStream(Limited, Protocol[P, R_co]):
+    """A batched generator, to type checkers."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[R_co, None]: ...
+
+
+class BatchDecorator(Protocol):
+    """The result of `batch(...)` with options: the decorator."""
+
+    @overload
+    def __call__(self, func: Callable[..., Parts[R]], /) -> BatchedStream[..., R]: ...
+    @overload
+    def __call__(self, func: Callable[..., Results[R]], /) -> Batched[..., R]: ...
+    @overload
+    def __call__(self, func: Callable[..., object], /) -> Any: ...
+
 
 RECEIVERS = ("self", "cls")
 

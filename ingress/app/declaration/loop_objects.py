@@ -30,7 +30,6 @@ from starlette.datastructures import State
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from ingress.app.declaration.assignments import place_of, shown
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.loop_makers import (
     Known,
@@ -45,6 +44,7 @@ from ingress.app.declaration.loop_makers import (
     put_in,
     stored_by,
 )
+from ingress.app.declaration.names import place_of, shown
 from ingress.core.base.foreign import advisory, dict_of, slots_of, stored, undisguised, unwrapped
 from ingress.core.base.signatures import annotations_of
 

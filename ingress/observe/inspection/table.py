@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ingress.app.declaration.assignments import shown
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.app.declaration.names import shown
 from ingress.core.base import gil
 from ingress.core.base.settings import (
     SYNC_IN_THREADPOOL,
