@@ -40,6 +40,7 @@ from ingress.handle import (
 )
 from ingress.serving.processes.crossing import (
     as_sent,
+    failing,
     item_as_sent,
     pickled_error,
     unpickled_error,
@@ -101,10 +102,8 @@ class ChildCalls:
             if number <= self._last:
                 raise FrameError(f"call {number} after call {self._last}")
             self._last = number
-            try:
+            with failing(self._frames, number):  # by an argument, or by a deployment that is gone
                 self._begin(kind, number, loads(content, buffers))
-            except Exception as error:  # of the arguments, or of a deployment that is gone
-                self._frames.post(Kind.FAILED, number, pickled_error(error))
         elif kind not in (Kind.CREDIT, Kind.WAIT, Kind.CANCEL, Kind.CLOSE):
             raise unknown(kind)
         elif number > self._last:
@@ -181,9 +180,8 @@ class ChildCalls:
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, object]) -> None:
         try:
-            self._frames.post(Kind.DONE, number, encode(await work))
-        except Exception as error:  # of the call: the child gets it
-            self._frames.post(Kind.FAILED, number, pickled_error(error))
+            with failing(self._frames, number):
+                self._frames.post(Kind.DONE, number, encode(await work))
         except asyncio.CancelledError:
             self._frames.post(Kind.DONE, number)  # the child does not wait any more
             raise
@@ -245,15 +243,16 @@ class ChildCalls:
         """Send the items of a stream, as fast as the child takes them."""
         window = self._windows[number]
         try:
-            async for item in items:
-                content = item_as_sent(items._call.deployment_name, item)
-                await window.take(size_of_content(content))
-                self._frames.post(Kind.ITEM, number, content)
-        except Exception as error:  # of the stream: the child gets it
-            items.cancel()
-            self._frames.post(Kind.FAILED, number, pickled_error(error))
-        else:
-            self._frames.post(Kind.DONE, number)
+            with failing(self._frames, number):
+                try:
+                    async for item in items:
+                        content = item_as_sent(items._call.deployment_name, item)
+                        await window.take(size_of_content(content))
+                        self._frames.post(Kind.ITEM, number, content)
+                except Exception:
+                    items.cancel()
+                    raise
+                self._frames.post(Kind.DONE, number)
         finally:
             self._responses.pop(number, None)
             self._windows.pop(number, None)

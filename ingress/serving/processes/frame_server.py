@@ -22,7 +22,7 @@ from ingress.core.calls.tracing import TRACING, adopt, trace_id_of
 from ingress.exceptions import RayServeException, UserCodeExit
 from ingress.handle import Invocation
 from ingress.serving.processes.child_calls import ServerDirectory, Waits
-from ingress.serving.processes.crossing import pickled_error, read, unreadable, unsendable
+from ingress.serving.processes.crossing import failing, pickled_error, read, unreadable, unsendable
 from ingress.serving.processes.frames import (
     Buffers,
     Content,
@@ -249,7 +249,7 @@ class FrameServer:
     async def _answer(self, number: int, content: bytes) -> None:
         """Answer a request to the replica itself."""
         REPLICA.set(self.replica.context)
-        try:
+        with failing(self.frames, number):
             what, argument = loads(content)
             answer: Content = b""
             if what == "look":
@@ -266,9 +266,6 @@ class FrameServer:
                 self.replica.host.add_threads(argument)
             else:
                 await self.replica.reconfigure(argument)
-        except Exception as error:  # of user code: the server gets it
-            self.frames.post(Kind.FAILED, number, pickled_error(error))
-        else:
             self.frames.post(Kind.DONE, number, answer)
 
     def _look(self, number: int, look: Callable[..., object], *arguments: object) -> None:

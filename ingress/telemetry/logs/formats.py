@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from traceback import walk_tb
 
+from ingress.core.base.foreign import attempt
 from ingress.core.base.libraries import is_ours
 from ingress.core.base.options import LOG_ATTRIBUTES
 from ingress.core.calls.call import CURRENT_CALL, Call
@@ -42,20 +43,22 @@ def tame(text: str) -> str:
 
 def message_of(record: logging.LogRecord) -> str:
     """Return the message of a record, also if its arguments do not fit. Never fails."""
-    try:
-        return record.getMessage()
-    except Exception as error:  # of a value's `__str__`, say; to log it here would not end
-        return f"{_plain(record.msg)} (its arguments do not fit: {_plain(error)})"
+    return attempt(
+        record.getMessage,
+        lambda error: f"{_plain(record.msg)} (its arguments do not fit: {_plain(error)})",
+    )
 
 
 def _plain(value: object) -> object:
     """Return a value that JSON has no type for in another way. Never fails."""
-    try:
+
+    def plain() -> object:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return dataclasses.asdict(value)
         return str(value)
-    except Exception as error:  # of the value's own code
-        return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+
+    name = type(value).__name__
+    return attempt(plain, lambda error: f"<{name} that cannot be shown: {type(error).__name__}>")
 
 
 def _dumped(fields: dict[str, object]) -> str:
@@ -165,10 +168,11 @@ def exception_of(formatter: logging.Formatter, record: logging.LogRecord) -> str
         return record.exc_text
     if not record.exc_info or record.exc_info[1] is None:
         return ""
-    try:
-        record.exc_text = formatter.formatException(record.exc_info)
-    except Exception:  # of an exception's own code
-        record.exc_text = f"{type(readable(record.exc_info[1])).__name__}: it cannot be shown"
+    info, error = record.exc_info, record.exc_info[1]
+    record.exc_text = attempt(
+        lambda: formatter.formatException(info),
+        lambda _: f"{type(readable(error)).__name__}: it cannot be shown",
+    )
     return record.exc_text
 
 
