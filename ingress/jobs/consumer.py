@@ -49,7 +49,7 @@ REFUSED_S = 0.1  # until a job is tried again whose call the router refused
 HANDED_BACK = Outcome(State.WAITING, counts=False)
 
 
-class Consumer:
+class QueueConsumer:
     """The jobs of one deployment that run. Owned by its loop, except where said otherwise.
 
     `room` returns the number of the deployment's free slots, `slots_of` that of jobs of a fairness

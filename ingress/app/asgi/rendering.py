@@ -180,7 +180,7 @@ def stream_renderer(
     # Not a `def` that returns a generator: FastAPI calls it before there is a response.
     require(target is not None and kind(target.func) in GENERATORS)
     is_events = makes_events(route)
-    response_class = _Events if is_events else _Lines
+    response_class = _EventStream if is_events else _LineStream
     has_status = _has_status()
     encode = _event_encoder(route, steps) if is_events else _line_encoder(route, steps)
 
@@ -222,7 +222,7 @@ def _encoded(items: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes]:
 # Both close their iterator, which Starlette leaves to the garbage collector.
 
 
-class _Lines(StreamingResponse):
+class _LineStream(StreamingResponse):
     media_type = "application/jsonl"
 
     async def stream_response(self, send: Send) -> None:
@@ -231,7 +231,7 @@ class _Lines(StreamingResponse):
             await super().stream_response(send)
 
 
-class _Events(StreamingResponse):
+class _EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], **given: Any) -> None:

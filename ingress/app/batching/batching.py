@@ -33,7 +33,13 @@ from types import FunctionType
 from typing import Any, Never, ParamSpec, Protocol, TypeVar, overload
 
 from ingress._unsupported import refuse
-from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Item, Limits
+from ingress.app.batching.batch_queue import (
+    NO_INSTANCE,
+    BatchFunction,
+    BatchLimits,
+    BatchQueue,
+    Item,
+)
 from ingress.app.batching.chooser import Choosers
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.foreign import stored
@@ -176,7 +182,7 @@ def batch(
     target_s = _target_s(target_latency_ms, batch_wait_timeout_s)
     if target_s is not None and max_batch_size is SIZE:
         max_batch_size = CHOSEN_SIZE
-    limits = Limits(_size(max_batch_size), _wait_s(batch_wait_timeout_s))
+    limits = BatchLimits(_size(max_batch_size), _wait_s(batch_wait_timeout_s))
     if not _is_whole(max_concurrent_batches) or max_concurrent_batches < 1:
         raise TypeError(
             f"max_concurrent_batches must be an integer >= 1, got {max_concurrent_batches!r}"
@@ -194,7 +200,7 @@ def batch(
                 f"@serve.batch decorates a function, got {func!r}; put it on the method that takes "
                 "the lists, and give options by name: @serve.batch(max_batch_size=8)"
             )
-        handler = Handler(
+        handler = BatchFunction(
             func,
             execution.name_of(func),
             execution.kind(func),
@@ -243,7 +249,7 @@ class Batcher:
         "handler",
     )  # fmt: skip
 
-    def __init__(self, handler: Handler, limits: Limits) -> None:
+    def __init__(self, handler: BatchFunction, limits: BatchLimits) -> None:
         self.handler = handler
         self._lock = threading.Lock()  # for changes of the limits
         self._limits = limits
@@ -291,7 +297,7 @@ class Batcher:
             func.__ingress_batched__ = func  # type: ignore[attr-defined]  # for `check_routes`
         return wrapper  # type: ignore[no-any-return]
 
-    def limits(self, replica: ReplicaRuntime | None = None) -> Limits:
+    def limits(self, replica: ReplicaRuntime | None = None) -> BatchLimits:
         """Return the limits of a replica, by default of the current one."""
         replica = replica or REPLICA.get(None)
         return self._limits if replica is None else replica.batch_limits.get(self, self._limits)

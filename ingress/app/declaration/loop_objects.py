@@ -90,7 +90,7 @@ class LoopObject:
 def loop_objects(built: BuiltDeployment) -> Iterator[LoopObject]:
     """Yield the objects that belong to one event loop and that the deployment's code reaches."""
     with advisory("the search for objects of one event loop"):
-        yield from _Walk(built.deployment.func_or_class).found(built)
+        yield from _Search(built.deployment.func_or_class).found(built)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Name:
         return _Name(self.module, f"{self.text}.{name}", self.function)
 
 
-class _Walk:
+class _Search:
     """One walk over everything that a deployment's code names."""
 
     def __init__(self, target: type | FunctionType) -> None:

@@ -26,7 +26,7 @@ from ingress.core.execution.execution import contained
 from ingress.exceptions import RayServeException, UserCodeExit
 from ingress.serving.processes.code import culprit
 from ingress.serving.processes.frames import Buffers, Content, Frames, dumps, encode, loads
-from ingress.serving.processes.messages import Kind
+from ingress.serving.processes.messages import Frame
 from ingress.telemetry.mistakes import last_line as described
 from ingress.telemetry.tracebacks import (
     ExplainingNote,
@@ -89,7 +89,7 @@ def failing(frames: Frames, number: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of user code, also of its arguments: the other process raises it
-        frames.post(Kind.FAILED, number, pickled_error(error))
+        frames.post(Frame.FAILED, number, pickled_error(error))
 
 
 def unpickled_error(content: bytes | memoryview) -> BaseException:
