@@ -499,7 +499,7 @@ class DeploymentHandle(Generic[T_co]):
         self, take: Callable[[CallRouter, Call], None], options: HandleOptions
     ) -> DeploymentHandle:
         """Return a handle whose calls go to `take`, once they have their arguments."""
-        directory: Any = _Instead(self._directory, take)
+        directory: Any = _Diverted(self._directory, take)
         return DeploymentHandle(self._id, directory, options)
 
     def __getattr__(self, name: str) -> DeploymentHandle:
@@ -568,7 +568,7 @@ if TYPE_CHECKING:
             """A handle with `stream=True`: `async for item in handle.method.remote(...)`."""
 
 
-class _Instead:
+class _Diverted:
     """A directory, and its routers, whose calls go to a function, not to the router's queue."""
 
     __slots__ = ("_of", "_take")
@@ -579,8 +579,8 @@ class _Instead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
 
-    def router(self, deployment_id: DeploymentID) -> _Instead:
-        return _Instead(self._of.router(deployment_id), self._take)
+    def router(self, deployment_id: DeploymentID) -> _Diverted:
+        return _Diverted(self._of.router(deployment_id), self._take)
 
     def assign(self, call: Call) -> None:
         call.queue = self._of

@@ -70,7 +70,7 @@ STREAMING_HANDLE = "ingress.handle.StreamingHandle"
 RESPONSE = "ingress.handle.DeploymentResponse"
 RESPONSE_GENERATOR = "ingress.handle.DeploymentResponseGenerator"
 BATCH = "ingress.app.batching.batching.batch"
-BATCHED_TYPES = "ingress.app.batching.batched"
+BATCHED_TYPES = "ingress.app.batching.batching"
 BATCHED = (f"{BATCHED_TYPES}.Batched", f"{BATCHED_TYPES}.BatchedStream")
 GENERATORS = (
     *("typing.Generator", "typing.AsyncGenerator"),

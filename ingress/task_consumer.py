@@ -76,7 +76,7 @@ def task_consumer(*, task_processor_config: TaskProcessorConfig) -> Callable[[C]
         if not inspect.isclass(cls):
             place = "below @serve.deployment" if hasattr(cls, "func_or_class") else "on a class"
             raise TypeError(f"@task_consumer decorates a class, got {cls!r}; put it {place}")
-        setattr(cls, CONSUMER, ConsumerOf(task_processor_config, handlers_of(cls)))
+        setattr(cls, CONSUMER, TaskConsumer(task_processor_config, handlers_of(cls)))
         return cls
 
     return decorate
@@ -105,7 +105,7 @@ def task_handler(_func: Callable[..., Any] | None = None, *, name: str | None = 
     return decorate if _func is None else decorate(_func)
 
 
-class ConsumerOf:
+class TaskConsumer:
     """The mark of a class with `@task_consumer`, which the engine finds."""
 
     __slots__ = ("config", "handlers")

@@ -89,8 +89,7 @@ def blocking_call_check() -> Iterator[BlockBuster]:
                 "ingress/core/execution/execution.py",
                 {"run", "run_part", "stream", "iterate", "call_inline"},
             )
-            check.can_block_in("ingress/app/asgi/replica_app.py", {"__call__"})
-            check.can_block_in("ingress/app/asgi/lifespan.py", {"_run"})
+            check.can_block_in("ingress/app/asgi/replica_app.py", {"__call__", "_run"})
             check.can_block_in("ingress/serving/http/server.py", {"_start"})  # imports uvicorn
             check.can_block_in("ingress/app/declaration/build.py", {"place_of"})  # for a message
             check.can_block_in("ingress/serving/replicas/user_code.py", {"_plain"})

@@ -12,7 +12,7 @@ import json
 import fastapi
 import starlette
 
-from ingress.app.asgi.known import FILE, STOOD_IN_FOR, fingerprint
+from ingress.app.asgi.compat import FILE, STOOD_IN_FOR, fingerprint
 
 
 def add(versions: list[str], version: str) -> list[str]:

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 import ingress as serve
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.exceptions import UserCodeExit
-from ingress.serving.processes.messages import OF_CALLS, Kind
+from ingress.serving.processes.messages import OF_CALLS, Frame
 
 HEAD = Struct("<IQBB")
 PLACE = Struct("<IQQ")
@@ -61,59 +61,59 @@ ATTACKS: dict[str, Attack] = {
     "noise": lambda n: (b"\xff" * 64, []),
     "text": lambda n: (b"as to standard output\n" * 3, []),
     "zeros": lambda n: (bytes(1000), []),
-    "half-a-frame": lambda n: (frame(Kind.REPORT, 0, bytes(100))[:40], []),
+    "half-a-frame": lambda n: (frame(Frame.REPORT, 0, bytes(100))[:40], []),
     "half-a-head": lambda n: (bytes(3), []),
-    "2-GB": lambda n: (frame(Kind.DONE, n, b"x", length=2 << 30), []),
+    "2-GB": lambda n: (frame(Frame.DONE, n, b"x", length=2 << 30), []),
     "a-kind-that-there-is-not": lambda n: (frame(99, n), []),
-    "a-kind-of-the-server": lambda n: (frame(Kind.CALL, n), []),
-    "a-kind-of-no-call": lambda n: (frame(Kind.ITEM, 0), []),
-    "an-http-answer-for-a-call": lambda n: (frame(Kind.ANSWER, n), []),
-    "a-form-that-there-is-not": lambda n: (frame(Kind.DONE, n, bytes(64), 7), []),
-    "a-call-that-there-is-not": lambda n: (frame(Kind.DONE, n + 1000), []),
-    "a-call-upward-that-there-is-not": lambda n: (frame(Kind.CREDIT, UP + 7, bytes(12)), []),
+    "a-kind-of-the-server": lambda n: (frame(Frame.CALL, n), []),
+    "a-kind-of-no-call": lambda n: (frame(Frame.ITEM, 0), []),
+    "an-http-answer-for-a-call": lambda n: (frame(Frame.ANSWER, n), []),
+    "a-form-that-there-is-not": lambda n: (frame(Frame.DONE, n, bytes(64), 7), []),
+    "a-call-that-there-is-not": lambda n: (frame(Frame.DONE, n + 1000), []),
+    "a-call-upward-that-there-is-not": lambda n: (frame(Frame.CREDIT, UP + 7, bytes(12)), []),
     "a-segment-that-there-is-not": lambda n: (
-        frame(Kind.DONE, n, PLACE.pack(9, 4096, 100), SHARED), []
+        frame(Frame.DONE, n, PLACE.pack(9, 4096, 100), SHARED), []
     ),
-    "no-descriptor": lambda n: (frame(Kind.DONE, n, PLACE.pack(9, 4096, 100), NEW), []),
+    "no-descriptor": lambda n: (frame(Frame.DONE, n, PLACE.pack(9, 4096, 100), NEW), []),
     "a-socket-for-a-segment": lambda n: (
-        frame(Kind.DONE, n, PLACE.pack(9, 4096, 100), NEW), [socket.socket().detach()]
+        frame(Frame.DONE, n, PLACE.pack(9, 4096, 100), NEW), [socket.socket().detach()]
     ),
     "a-segment-shorter-than-it-says": lambda n: (
-        frame(Kind.DONE, n, PLACE.pack(9, 1 << 20, 100), NEW), [file_of(4096)]
+        frame(Frame.DONE, n, PLACE.pack(9, 1 << 20, 100), NEW), [file_of(4096)]
     ),
     "a-segment-that-can-be-shortened": lambda n: (
-        frame(Kind.DONE, n, PLACE.pack(9, 4096, 100), NEW), [file_of(4096)]
+        frame(Frame.DONE, n, PLACE.pack(9, 4096, 100), NEW), [file_of(4096)]
     ),
     "a-content-longer-than-its-segment": lambda n: (
-        frame(Kind.DONE, n, PLACE.pack(9, 4096, 1 << 40), NEW), [file_of(4096)]
+        frame(Frame.DONE, n, PLACE.pack(9, 4096, 1 << 40), NEW), [file_of(4096)]
     ),
-    "an-empty-segment": lambda n: (frame(Kind.DONE, n, PLACE.pack(9, 0, 0), NEW), [file_of(0)]),
+    "an-empty-segment": lambda n: (frame(Frame.DONE, n, PLACE.pack(9, 0, 0), NEW), [file_of(0)]),
     "descriptors-for-nothing": lambda n: (
-        frame(Kind.CREDIT, n, bytes(12)), [_null() for _ in range(10)]
+        frame(Frame.CREDIT, n, bytes(12)), [_null() for _ in range(10)]
     ),
     "more-parts-than-it-has": lambda n: (
-        frame(Kind.DONE, n, Struct("<QQ").pack(1 << 60, 5), PARTS), []
+        frame(Frame.DONE, n, Struct("<QQ").pack(1 << 60, 5), PARTS), []
     ),
-    "no-parts": lambda n: (frame(Kind.DONE, n, bytes(64), PARTS), []),
+    "no-parts": lambda n: (frame(Frame.DONE, n, bytes(64), PARTS), []),
     "a-segment-dropped-that-there-is-not": lambda n: (frame(DROP, 0, bytes(8)), []),
     "half-a-number": lambda n: (frame(DROP, 0, b"abc"), []),
     "half-a-place": lambda n: (frame(LOST, 0, b"abc"), []),
 }  # fmt: skip
 
 NEWS: dict[str, Attack] = {
-    "models-of-no-type": lambda n: (frame(Kind.MODELS, 0, pickle.dumps(5)), []),
+    "models-of-no-type": lambda n: (frame(Frame.MODELS, 0, pickle.dumps(5)), []),
     "models-without-names": lambda n: (
-        frame(Kind.MODELS, 0, pickle.dumps(frozenset((1, "m")))), []
+        frame(Frame.MODELS, 0, pickle.dumps(frozenset((1, "m")))), []
     ),
-    "no-counters": lambda n: (frame(Kind.REPORT, 0, pickle.dumps(("x",) * 4)), []),
+    "no-counters": lambda n: (frame(Frame.REPORT, 0, pickle.dumps(("x",) * 4)), []),
     "no-batches": lambda n: (
-        frame(Kind.REPORT, 0, pickle.dumps((({"m": 5}, *COUNTS[1:]), {}, [], []))), []
+        frame(Frame.REPORT, 0, pickle.dumps((({"m": 5}, *COUNTS[1:]), {}, [], []))), []
     ),
-    "no-latency": lambda n: (frame(Kind.REPORT, 0, pickle.dumps((COUNTS, {"m": 5}, [], []))), []),
+    "no-latency": lambda n: (frame(Frame.REPORT, 0, pickle.dumps((COUNTS, {"m": 5}, [], []))), []),
     "no-metric": lambda n: (
-        frame(Kind.REPORT, 0, pickle.dumps((COUNTS, {}, ["metric"], []))), []
+        frame(Frame.REPORT, 0, pickle.dumps((COUNTS, {}, ["metric"], []))), []
     ),
-    "no-pickle": lambda n: (frame(Kind.REPORT, 0, b"no pickle"), []),
+    "no-pickle": lambda n: (frame(Frame.REPORT, 0, b"no pickle"), []),
 }  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def _by_chance(chance: random.Random, number: int) -> bytes:
         chance.randbytes(chance.randrange(40)), b"", bytes(12), pickle.dumps(odd),
         PLACE.pack(chance.randrange(3), chance.choice([0, 4096, 1 << 62]), chance.randrange(9999)),
     ])  # fmt: skip
-    kind = chance.choice([*OF_CALLS, *OF_CALLS, *Kind, LOST, DROP, chance.randrange(256)])
+    kind = chance.choice([*OF_CALLS, *OF_CALLS, *Frame, LOST, DROP, chance.randrange(256)])
     call = chance.choice([number] * 12 + [0, 0, number - 1, number + 1, UP, UP + 1, UP + 2])
     form = chance.choice([PLAIN] * 12 + [PARTS, SHARED, NEW, chance.randrange(256)])
     sent = frame(kind, call, content, form)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from ingress.app.declaration.assignments import shown
+from ingress.app.declaration.names import shown
 from ingress.check.rules import CheckError, Finding, rule_of
 from ingress.check.sources import CallSite, Function, SourceFile, Sources, calls_of, own_nodes
 from ingress.check.subjects import Subject

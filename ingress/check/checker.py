@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ingress.app.declaration.assignments import shown
 from ingress.app.declaration.build import build
 from ingress.app.declaration.declaration import Application
+from ingress.app.declaration.names import shown
 from ingress.check.affinity import (
     affine_objects,
     awaitables,

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
-from ingress.app.declaration.assignments import targets_of
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.app.declaration.names import targets_of
 from ingress.check.rules import RULES, Finding
 from ingress.check.sources import AnyDef, Function, Sources, calls_of, names_in, parameters
 from ingress.check.state import State, state_around

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ingress.app.declaration.assignments import targets_of
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.loop_objects import LoopObject, loop_objects
+from ingress.app.declaration.names import targets_of
 from ingress.check.races import MUTATORS, local_names
 from ingress.check.rules import RULES, Finding
 from ingress.check.sources import Function, Sources, dotted, own_nodes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from ingress.app.declaration.assignments import shown
+from ingress.app.declaration.names import shown
 
 _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 

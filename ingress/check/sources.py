@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType
 
-from ingress.app.declaration.assignments import targets_of
+from ingress.app.declaration.names import targets_of
 
 OURS = Path(__file__).parents[1]
 _CONSUMERS = {"all", "any", "dict", "list", "max", "min", "next", "set", "sorted", "sum", "tuple"}

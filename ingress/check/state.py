@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ingress.app.declaration.assignments import targets_of
+from ingress.app.declaration.names import targets_of
 from ingress.check.sources import Function, SourceFile, Sources, dotted
 
 _LOCK_NAME = re.compile(r"(?<![bcf])lock|mutex|semaphore|condition", re.I)

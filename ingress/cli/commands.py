@@ -27,10 +27,8 @@ from ingress.cli.file_commands import RUN_OPTIONS, build_command
 from ingress.cli.file_commands import config as config_command
 from ingress.cli.jobs_commands import jobs
 from ingress.cli.migrate_command import migrate as migrate_command
-from ingress.cli.new_command import new as new_command
 from ingress.cli.run_command import run
 from ingress.cli.run_server import budget_for, read_settings, start_again_if_needed
-from ingress.cli.stubs_command import stubs_command
 from ingress.cli.target import (
     AppDir,
     AsJSON,
@@ -45,6 +43,8 @@ from ingress.cli.target import (
 from ingress.cli.terminal import LOGGING, OutputOption, console, write
 from ingress.cli.top_command import top
 from ingress.cli.trace_command import TraceError, traced
+from ingress.cli.writing_commands import new as new_command
+from ingress.cli.writing_commands import stubs_command
 from ingress.core.base import gil
 from ingress.core.base.settings import TRACE_FILE, export, export_threads
 from ingress.exceptions import RayServeException

@@ -15,8 +15,7 @@ import typer
 import yaml
 from typer.main import get_command
 
-from ingress.app.config_file.checking import written
-from ingress.app.config_file.models import ServeConfig
+from ingress.app.config_file.models import ServeConfig, written
 from ingress.app.config_file.origins import Effective, effective, nested
 from ingress.app.declaration.build import build
 from ingress.app.declaration.names import check_names

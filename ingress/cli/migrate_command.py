@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ingress.app.declaration.assignments import shown
+from ingress.app.declaration.names import shown
 from ingress.cli.target import AsJSON, refusal
 from ingress.migrate import files
 from ingress.migrate.rewriting import ManualFix, rewritten

@@ -32,9 +32,8 @@ from ingress.cli.worker_commands import WorkersCommands
 from ingress.config import DeploymentConfig, HTTPOptions
 from ingress.core.base.options import IN_PLACE
 from ingress.core.base.settings import Settings, export
-from ingress.serving.http.address import Address
+from ingress.serving.http.address import Address, SharedPort
 from ingress.serving.http.server_options import ServerOptions
-from ingress.serving.http.shared_port import SharedPort
 
 LOOK_S = 1.0  # with `--watch`
 JOIN_S = 1.0

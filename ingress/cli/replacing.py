@@ -38,9 +38,8 @@ from ingress.cli.workers import Asked, Supervisor
 from ingress.config import HTTPOptions
 from ingress.core.base.settings import Settings
 from ingress.engines import local_engine
-from ingress.serving.http.address import url_of
+from ingress.serving.http.address import SharedPort, url_of
 from ingress.serving.http.server_options import ServerOptions
-from ingress.serving.http.shared_port import SharedPort
 
 ASK_S = 10.0
 RETIRE_S = 600.0

@@ -59,7 +59,7 @@ from ingress.serving.http.address import Address
 from ingress.serving.http.admin_address import OFF
 from ingress.serving.http.server_options import ZTTP, ServerOptions
 from ingress.telemetry.logs.options import LOGS
-from ingress.telemetry.logs.process import ProcessLogs
+from ingress.telemetry.logs.streams import ProcessLogs
 
 
 def run(**typed: Any) -> None:

@@ -52,10 +52,9 @@ from ingress.exceptions import RayServeException
 from ingress.observe.inspection.budget import ThreadBudget, thread_budget
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of
-from ingress.serving.http.address import url_of
+from ingress.serving.http.address import SharedPort, url_of
 from ingress.serving.http.admin_address import OFF, AdminOptions
 from ingress.serving.http.server_options import ServerOptions
-from ingress.serving.http.shared_port import SharedPort
 from ingress.telemetry.mistakes import format_failed_start
 
 NEW_EVENT_LOOP = "ingress.core.calls.loops:new_event_loop"  # as uvicorn takes it

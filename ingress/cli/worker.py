@@ -61,12 +61,11 @@ from ingress.engines.hosting import CombinedApp
 from ingress.exceptions import OptionNotActedOnWarning
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import parts_of
-from ingress.serving.http.address import url_of
+from ingress.serving.http.address import SharedPort, url_of
 from ingress.serving.http.server_options import ServerOptions
-from ingress.serving.http.shared_port import SharedPort
 from ingress.serving.http.uvicorn_server import UvicornServer
 from ingress.state.server import Snapshot
-from ingress.telemetry.logs.process import ProcessLogs
+from ingress.telemetry.logs.streams import ProcessLogs
 from ingress.telemetry.mistakes import format_mistake
 
 BEAT_S = 1.0

@@ -29,7 +29,7 @@ from ingress.cli.workers import Asked, Rolling, Supervisor
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.view import SILENT
 from ingress.observe.timeline.recorder import ASK_S
-from ingress.serving.http.shared_port import SharedPort
+from ingress.serving.http.address import SharedPort
 from ingress.state.server import Snapshot, merged, process_snapshot
 
 STATUS_S = 3.0  # for the state of a worker, which may stall

@@ -37,7 +37,7 @@ from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
 from ingress.core.base.settings import watchdog_s
 from ingress.core.base.signals import stop_signals
 from ingress.observe.live.part import WHAT
-from ingress.serving.http.shared_port import SharedPort
+from ingress.serving.http.address import SharedPort
 from ingress.state.server import Snapshot, both_kept
 
 SILENCE_S = 30  # a worker that holds the GIL for some seconds is busy, not dead

@@ -28,7 +28,7 @@ from ingress.core.execution.gil_pressure import EXPECTED_S, GIL_PRESSURE
 from ingress.engines.current import use_only
 from ingress.handle import DeploymentHandle, directory_here, use_here
 from ingress.serving.processes.code import ByValue
-from ingress.serving.processes.crossing import pickled_error
+from ingress.serving.processes.crossing import failing, pickled_error
 from ingress.serving.processes.frame_server import BEAT_S, FrameServer
 from ingress.serving.processes.frames import (
     LARGE,
@@ -38,7 +38,7 @@ from ingress.serving.processes.frames import (
     receive_blocking,
     send_blocking,
 )
-from ingress.serving.processes.messages import Kind, ReplicaSpec
+from ingress.serving.processes.messages import Frame, ReplicaSpec
 from ingress.serving.processes.output import LogLines, take_over
 from ingress.serving.processes.shared_memory import SharedNumbers
 from ingress.serving.replicas.replica import Replica
@@ -69,7 +69,7 @@ def main(descriptor: int, shared: int, name: str) -> None:
     except EOFError:
         return  # the parent has given the start up
     except BaseException as error:  # of the user's module: the server raises it
-        send_blocking(end, Kind.FAILED, pickled_error(error, LARGE))
+        send_blocking(end, Frame.FAILED, pickled_error(error, LARGE))
         return
     has_started = run_blocking(replica.loop, _serve(replica, server, end, spec))
     _wait(stopping, server)
@@ -147,17 +147,15 @@ async def _serve(
     use_here(server.directory)
     server.begin_start()
     try:
-        given_args, given_kwargs = loads(spec.arguments)
-        args, kwargs = fill(given_args, given_kwargs, handle)
-        await replica.start(args, kwargs, spec.user_config)
-    except Exception as error:  # of user code: the server raises it
-        server.frames.post(Kind.FAILED, 0, pickled_error(error))
+        with failing(server.frames, 0):
+            given_args, given_kwargs = loads(spec.arguments)
+            args, kwargs = fill(given_args, given_kwargs, handle)
+            await replica.start(args, kwargs, spec.user_config)
+            server.beat()
+            server.frames.post(Frame.READY, 0)
+            return True
     except asyncio.CancelledError:
         pass  # by the order to stop, for which the main thread looks next
-    else:
-        server.beat()
-        server.frames.post(Kind.READY, 0)
-        return True
     finally:
         server.starting = None
     return False

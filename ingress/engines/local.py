@@ -22,7 +22,6 @@ from ingress.core.base.settings import Settings, warn_of_unused
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.call import Call, when_all_settled
 from ingress.core.calls.loops import Wakeup, run_blocking, running_loop
-from ingress.core.calls.notable import NOTABLE
 from ingress.core.execution.threads import lend_executor
 from ingress.engines.applications import INTERRUPTED, Applications, Start
 from ingress.engines.engine_http import EngineHTTP
@@ -48,6 +47,7 @@ from ingress.state.server import Snapshot, snapshot_of
 from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
 from ingress.telemetry.logs.identity import leave_records
 from ingress.telemetry.logs.options import LOGS
+from ingress.telemetry.notable import NOTABLE
 
 logger = logging.getLogger("ingress")
 

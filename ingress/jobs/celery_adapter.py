@@ -45,9 +45,16 @@ from ingress.exceptions import (
     TaskPayloadError,
     TaskQueueError,
 )
-from ingress.jobs.calls import JobFunction, code_end, current_trace, has_begun, is_handed_back
+from ingress.jobs.calls import (
+    JobFunction,
+    UnreadableArgumentsError,
+    code_end,
+    current_trace,
+    dumped,
+    has_begun,
+    is_handed_back,
+)
 from ingress.jobs.consumer import BACKOFF, BUSY_S, DEFAULT_RETRIES, REFUSED_S, TICK_S
-from ingress.jobs.payload import UnreadableArgumentsError, dumped
 from ingress.telemetry.logs import logger
 
 try:

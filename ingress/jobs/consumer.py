@@ -29,8 +29,14 @@ from ingress.exceptions import (
     TaskQueueError,
 )
 from ingress.jobs import table
-from ingress.jobs.calls import JobCalls, code_has_ended, has_begun, is_handed_back
-from ingress.jobs.payload import UnreadableArgumentsError, dumped
+from ingress.jobs.calls import (
+    JobCalls,
+    UnreadableArgumentsError,
+    code_has_ended,
+    dumped,
+    has_begun,
+    is_handed_back,
+)
 from ingress.jobs.store import Store
 from ingress.jobs.table import Job, Limits, Outcome, Turns
 from ingress.telemetry.logs import logger
@@ -43,7 +49,7 @@ REFUSED_S = 0.1  # until a job is tried again whose call the router refused
 HANDED_BACK = Outcome(State.WAITING, counts=False)
 
 
-class Consumer:
+class QueueConsumer:
     """The jobs of one deployment that run. Owned by its loop, except where said otherwise.
 
     `room` returns the number of the deployment's free slots, `slots_of` that of jobs of a fairness

@@ -21,9 +21,8 @@ from ingress.core.base.types import JobState as State
 from ingress.core.base.types import short_key
 from ingress.exceptions import TaskNotFoundError
 from ingress.jobs import table
-from ingress.jobs.calls import JobCalls, current_trace
-from ingress.jobs.consumer import Consumer
-from ingress.jobs.payload import dumped, loaded
+from ingress.jobs.calls import JobCalls, current_trace, dumped, loaded
+from ingress.jobs.consumer import QueueConsumer
 from ingress.jobs.store import Store, use_store
 from ingress.jobs.table import Job, NewJob
 
@@ -64,9 +63,9 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
 
     def consumer(
         self, calls: JobCalls, room: Callable[[], int], slots_of: Callable[[str], float]
-    ) -> Consumer:
+    ) -> QueueConsumer:
         """Return the consumer of the queue, whose jobs become such calls."""
-        return Consumer(self._config, self._options, self._opened, calls, room, slots_of)
+        return QueueConsumer(self._config, self._options, self._opened, calls, room, slots_of)
 
     def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> NoReturn:
         raise self._no_consumer()

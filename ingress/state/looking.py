@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypedDict
 
-from ingress.core.calls.notable import NOTABLE
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
 from ingress.state.running import RUNNING, STOOD_S, ReplicaNow, stood_s
 from ingress.state.server import Server, Snapshot, snapshot_of
 from ingress.telemetry.logs.last_lines import LAST_LINES
 from ingress.telemetry.logs.last_lines import LogLine as LogLine
+from ingress.telemetry.notable import NOTABLE
 
 logger = logging.getLogger("ingress")
 

@@ -18,7 +18,7 @@ from traceback import FrameSummary, StackSummary
 from types import CodeType
 
 from ingress.core.base.libraries import is_library
-from ingress.core.execution.unreadable import readable
+from ingress.core.execution.errors import readable
 from ingress.telemetry.tracebacks import (
     chain_of,
     fitting,

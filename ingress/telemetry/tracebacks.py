@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import islice
@@ -31,7 +31,8 @@ import anyio
 import fastapi
 import starlette
 
-from ingress.core.execution.unreadable import readable
+from ingress.core.base.foreign import attempt
+from ingress.core.execution.errors import readable
 
 _BETWEEN = (
     dirname(dirname(__file__)),
@@ -104,12 +105,16 @@ def format_error(error: BaseException) -> str:
 
     The text has no line break at the end, as `logging.LogRecord.exc_text`.
     """
-    try:
-        if explanation := explanation_of(readable(error)):
-            return shortened(str(explanation), _MOST)
-        return shortened(_format(readable(error), set(), _MOST).rstrip("\n"), _MOST)
-    except Exception:  # a `RecursionError`, say, in groups of groups
-        return f"{type(readable(error)).__name__}: its traceback cannot be shown"
+
+    def text() -> str:
+        explanation = explanation_of(readable(error))
+        found = explanation or _format(readable(error), set(), _MOST).rstrip("\n")
+        return shortened(str(found), _MOST)
+
+    # A `RecursionError`, say, in groups of groups.
+    return attempt(
+        text, lambda _: f"{type(readable(error)).__name__}: its traceback cannot be shown"
+    )
 
 
 def shortened(text: str, most: int = _LAST_LINES, longest: int = _LONGEST) -> str:
@@ -329,9 +334,13 @@ def without_frames(error: BaseException) -> str:
     return shortened(_last_lines(error))
 
 
-def text_of(value: object) -> str:
+def text_of(
+    value: object,
+    written: Callable[[object], str] = str,
+    instead: str = "<exception str() failed>",
+) -> str:
     """Return the text of a value. Never fails."""
     try:
-        return str(value)
+        return written(value)
     except BaseException:  # of user code, as Python's `traceback` does
-        return "<exception str() failed>"
+        return instead

@@ -25,8 +25,8 @@ from ingress.cli.worker import Served
 from ingress.config import AutoscalingConfig, DeploymentConfig, HTTPOptions
 from ingress.core.base.options import IN_PLACE
 from ingress.core.base.settings import RUNTIME_DIR, Settings
+from ingress.serving.http.address import SharedPort
 from ingress.serving.http.server_options import ServerOptions
-from ingress.serving.http.shared_port import SharedPort
 from tests.programs import INGRESS, ServerProcess, environment, process, write_module
 from tests.servers import PATIENCE_S, get, wait_until
 

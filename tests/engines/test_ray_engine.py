@@ -64,7 +64,7 @@ from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
 from ingress.engines.ray.application import reference_to  # noqa: E402
 from ingress.engines.ray.calls import translated  # noqa: E402
-from ingress.engines.ray.messages import ByPath  # noqa: E402
+from ingress.engines.ray.messages import ByModule  # noqa: E402
 from ingress.engines.ray.replica import fetching_when_read  # noqa: E402
 from ingress.serving.processes.code import ByValue  # noqa: E402
 
@@ -122,7 +122,7 @@ def test_a_class_travels_as_its_modules_name_and_one_that_no_module_has_by_value
     child, front = built(ray_app.app)
     (local,) = built(serve.deployment(Local).bind())
 
-    assert reference_to(child) == ByPath("tests.engines.ray_app", "Child")
+    assert reference_to(child) == ByModule("tests.engines.ray_app", "Child")
     assert reference_to(front).resolve() is ray_app.front.func_or_class
     by_value = reference_to(local)
     assert isinstance(by_value, ByValue)
@@ -133,11 +133,11 @@ def test_a_module_that_no_worker_has_is_named_with_what_brings_it() -> None:
     with pytest.raises(
         ModuleNotFoundError, match=r"module 'nowhere\.at_all' cannot be imported on"
     ):
-        ByPath("nowhere.at_all", "Child").resolve()
+        ByModule("nowhere.at_all", "Child").resolve()
     with pytest.raises(
         ImportError, match=r"module 'tests\.engines\.ray_app' of the workers has no"
     ):
-        ByPath("tests.engines.ray_app", "Absent").resolve()
+        ByModule("tests.engines.ray_app", "Absent").resolve()
 
 
 DEPLOYMENT = DeploymentID("Child", "x")

@@ -22,7 +22,6 @@ import ingress as serve
 from ingress.core.base.counters import LATENCY_BUCKETS_MS, Latency, ReplicaCounts
 from ingress.core.base.settings import NOT_READY_AFTER_S
 from ingress.core.calls.call import Call
-from ingress.core.calls.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
 from ingress.engines import local_engine
 from ingress.observe.live import problems
 from ingress.observe.live.history import STEP_S, History, percentile
@@ -32,6 +31,7 @@ from ingress.observe.live.view import DeploymentView
 from ingress.state.applications import ApplicationSnapshot
 from ingress.state.deployments import DeploymentSnapshot, ReplicaSnapshot
 from ingress.state.server import Snapshot
+from ingress.telemetry.notable import FAILED, KEPT_S, SLOWEST, Ended, NotableCalls
 from ingress.testing import Latch
 from tests import process_app
 from tests.fakes import make_call, together

@@ -22,7 +22,6 @@ from fastapi import FastAPI
 
 import ingress as serve
 from ingress.cli import worker_commands, workers
-from ingress.core.calls.notable import NOTABLE
 from ingress.engines import local_engine
 from ingress.observe.admin.listener import AdminListener
 from ingress.observe.live.observer import Observer
@@ -33,6 +32,7 @@ from ingress.state.applications import ApplicationSnapshot
 from ingress.state.looking import Look
 from ingress.state.server import Snapshot
 from ingress.telemetry.logs.last_lines import LINES
+from ingress.telemetry.notable import NOTABLE
 from ingress.testing import Latch
 from tests.observe.test_admin import admin_port
 from tests.programs import INGRESS, environment, process, write_module

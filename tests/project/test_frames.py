@@ -14,7 +14,7 @@ from benchmarks.frames import count
 
 NOTED, NOTED_IN = 8, 3
 """Frames that a request may have more on a machine that grows slow, so that each is noted, and
-their modules: `ended_calls`, `notable` and `tracing`."""
+their modules: `notable` and `tracing`."""
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,6 @@ def test_pickles_are_read_from_frames_and_from_ray_only() -> None:
 LIBRARIES = ("anyio", "fastapi", "starlette", "uvicorn")
 COMPAT = {
     "app/asgi/compat.py",
-    "app/asgi/known.py",
     "core/calls/compat.py",
     "serving/http/compat.py",
 }

@@ -38,7 +38,7 @@ from ingress.app.asgi.unserved_routes import warn_of_routes_not_served
 from ingress.app.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
 from ingress.app.asgi.wrapped import is_alike, rebased, take_layers, take_methods
 from ingress.core.base.foreign import advisory, copied
-from ingress.core.execution.other_loop import is_noted, note_other_loop
+from ingress.core.execution.errors import is_noted, note_other_loop
 from ingress.exceptions import CALL_ERRORS, RayServeException
 
 logger = logging.getLogger("ingress")

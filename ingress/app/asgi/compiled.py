@@ -38,10 +38,16 @@ from ingress.app.asgi.compat import (
     why_not_compiled,
     wrap_app_handling_exceptions,
 )
-from ingress.app.asgi.rendering import encoder, makes_events, renderer
+from ingress.app.asgi.rendering import (
+    encoder,
+    is_stream,
+    makes_events,
+    renderer,
+    stream_renderer,
+    values_for_stream,
+)
 from ingress.app.asgi.responses import WITHOUT_SCOPE
 from ingress.app.asgi.steps import Overridden, Progress, Shared, Steps, require
-from ingress.app.asgi.streams import is_stream, stream_renderer, values_for_stream
 from ingress.app.asgi.wrapped import is_fastapis
 
 _ABSENT = object()

@@ -55,8 +55,8 @@ from starlette.types import Message, Receive, Scope, Send
 from ingress.app.asgi.compat import MIDDLEWARE_RESPONSE, waiting_for_threads
 from ingress.core.base.foreign import stored
 from ingress.core.calls.call import CURRENT_CALL
+from ingress.core.execution.errors import OTHER_LOOP, is_noted
 from ingress.core.execution.execution import ThreadPool, call_inline
-from ingress.core.execution.other_loop import OTHER_LOOP, is_noted
 from ingress.exceptions import RayServeException, is_disconnect
 
 logger = logging.getLogger("ingress")

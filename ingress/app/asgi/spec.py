@@ -32,7 +32,7 @@ from ingress.app.asgi.parts import Part
 from ingress.app.asgi.replica_app import BUILDER_METHOD, MakePlan, ReplicaApp
 from ingress.app.asgi.routes import RouteInfo, check_routes
 from ingress.app.asgi.template import RouteTemplates
-from ingress.app.asgi.unbound import hide_self
+from ingress.app.asgi.unserved_routes import hide_self
 from ingress.app.asgi.users_app import APPS_LOCK, show_clones
 from ingress.context import ReplicaRuntime
 from ingress.core.base.signatures import signature_of

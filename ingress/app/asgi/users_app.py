@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import State
 from starlette.types import Receive, Scope, Send
 
-from ingress.app.asgi.unbound import refusal
+from ingress.app.asgi.unserved_routes import refusal
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.foreign import subclass
 from ingress.core.calls.loops import running_loop

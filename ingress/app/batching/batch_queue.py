@@ -35,8 +35,8 @@ from ingress.core.calls.channel import Channel
 from ingress.core.calls.loops import BorrowedLoop, mailbox_of
 from ingress.core.calls.tracing import TRACING, note_failure, trace_batch
 from ingress.core.execution import execution
+from ingress.core.execution.errors import readable
 from ingress.core.execution.execution import Kind, Role
-from ingress.core.execution.unreadable import readable
 from ingress.exceptions import RayServeException, StreamClosedError, UserCodeExit, needs_no_record
 from ingress.telemetry.logs import logger
 
@@ -146,7 +146,7 @@ NO_INSTANCE = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """The limits of a batch that `set_*` can change."""
 
     max_batch_size: int
@@ -154,7 +154,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Handler:
+class BatchFunction:
     """The user's function, and its options for batches.
 
     per_model  `max_concurrent_batches` counts for each model: each has a queue of its own
@@ -195,11 +195,11 @@ class BatchQueue:
 
     def __init__(
         self,
-        handler: Handler,
+        handler: BatchFunction,
         instance: object,
         replica: ReplicaRuntime | None,
         loop: asyncio.AbstractEventLoop,
-        limits: Callable[[], Limits],
+        limits: Callable[[], BatchLimits],
         choosers: Choosers,
         on_idle: Callable[[BatchQueue], None],
     ) -> None:
@@ -255,7 +255,7 @@ class BatchQueue:
             chooser.came()
         self._advance()
 
-    def take(self, can_move: Callable[[Call, Handler], bool]) -> list[Item]:
+    def take(self, can_move: Callable[[Call, BatchFunction], bool]) -> list[Item]:
         """Return the items that no batch will have, because their calls can move. Thread-safe.
 
         The loop does not turn. Their calls wait here until they are settled.

@@ -2,6 +2,10 @@
 
 A decorated function has a `BatchQueue` for each instance, replica and loop, and only while a call
 is in it. So nothing is shared between instances, and nothing keeps an instance or a loop alive.
+
+The types of batched functions are for type checkers; at run time they are functions. Annotations
+cannot turn the lists of a signature into their items. So the parameters are `...`, and
+`ingress.mypy` fills them in.
 """
 
 from __future__ import annotations
@@ -12,16 +16,30 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial, wraps
 from numbers import Integral, Real
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Never, overload
+from typing import Any, Never, ParamSpec, Protocol, TypeVar, overload
 
 from ingress._unsupported import refuse
-from ingress.app.batching.batch_queue import NO_INSTANCE, BatchQueue, Handler, Item, Limits
+from ingress.app.batching.batch_queue import (
+    NO_INSTANCE,
+    BatchFunction,
+    BatchLimits,
+    BatchQueue,
+    Item,
+)
 from ingress.app.batching.chooser import Choosers
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.foreign import stored
@@ -34,15 +52,47 @@ from ingress.core.execution import execution
 from ingress.core.execution.execution import Kind
 from ingress.telemetry.logs import logger
 
-if TYPE_CHECKING:
-    from ingress.app.batching.batched import (
-        BatchDecorator,
-        Batched,
-        BatchedStream,
-        Parts,
-        R,
-        Results,
-    )
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+Results = Sequence[R] | Awaitable[Sequence[R]]
+BatchPart = Sequence[R | type[StopIteration]]
+Parts = Iterator[BatchPart[R]] | AsyncIterator[BatchPart[R]]
+
+
+class Limited(Protocol):
+    """The functions of a batched function that change its limits."""
+
+    __name__: str
+
+    def set_max_batch_size(self, max_batch_size: int) -> None: ...
+    def set_batch_wait_timeout_s(self, batch_wait_timeout_s: float) -> None: ...
+    def _get_max_batch_size(self) -> int: ...
+    def _get_batch_wait_timeout_s(self) -> float: ...
+
+
+class Batched(Limited, Protocol[P, R_co]):
+    """A batched function, to type checkers."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R_co]: ...
+
+
+class BatchedStream(Limited, Protocol[P, R_co]):
+    """A batched generator, to type checkers."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[R_co, None]: ...
+
+
+class BatchDecorator(Protocol):
+    """The result of `batch(...)` with options: the decorator."""
+
+    @overload
+    def __call__(self, func: Callable[..., Parts[R]], /) -> BatchedStream[..., R]: ...
+    @overload
+    def __call__(self, func: Callable[..., Results[R]], /) -> Batched[..., R]: ...
+    @overload
+    def __call__(self, func: Callable[..., object], /) -> Any: ...
+
 
 RECEIVERS = ("self", "cls")
 
@@ -132,7 +182,7 @@ def batch(
     target_s = _target_s(target_latency_ms, batch_wait_timeout_s)
     if target_s is not None and max_batch_size is SIZE:
         max_batch_size = CHOSEN_SIZE
-    limits = Limits(_size(max_batch_size), _wait_s(batch_wait_timeout_s))
+    limits = BatchLimits(_size(max_batch_size), _wait_s(batch_wait_timeout_s))
     if not _is_whole(max_concurrent_batches) or max_concurrent_batches < 1:
         raise TypeError(
             f"max_concurrent_batches must be an integer >= 1, got {max_concurrent_batches!r}"
@@ -150,7 +200,7 @@ def batch(
                 f"@serve.batch decorates a function, got {func!r}; put it on the method that takes "
                 "the lists, and give options by name: @serve.batch(max_batch_size=8)"
             )
-        handler = Handler(
+        handler = BatchFunction(
             func,
             execution.name_of(func),
             execution.kind(func),
@@ -199,7 +249,7 @@ class Batcher:
         "handler",
     )  # fmt: skip
 
-    def __init__(self, handler: Handler, limits: Limits) -> None:
+    def __init__(self, handler: BatchFunction, limits: BatchLimits) -> None:
         self.handler = handler
         self._lock = threading.Lock()  # for changes of the limits
         self._limits = limits
@@ -247,7 +297,7 @@ class Batcher:
             func.__ingress_batched__ = func  # type: ignore[attr-defined]  # for `check_routes`
         return wrapper  # type: ignore[no-any-return]
 
-    def limits(self, replica: ReplicaRuntime | None = None) -> Limits:
+    def limits(self, replica: ReplicaRuntime | None = None) -> BatchLimits:
         """Return the limits of a replica, by default of the current one."""
         replica = replica or REPLICA.get(None)
         return self._limits if replica is None else replica.batch_limits.get(self, self._limits)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ingress.app.config_file.checking import checked
-from ingress.app.config_file.models import RAY_BUILDER, ApplicationConfig, ServeConfig
+from ingress.app.config_file.models import RAY_BUILDER, ApplicationConfig, ServeConfig, checked
 from ingress.app.config_file.reading import ConfigFileError, FileValue, Where, read
 from ingress.app.declaration import module_app
 from ingress.app.declaration.build import build, with_logging, with_options

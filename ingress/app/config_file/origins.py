@@ -96,7 +96,7 @@ def effective(
     """
     variables = file.environment()
     settings = Settings.from_environment({**file.environ, **variables})
-    look = _Look(file, variables)
+    look = _Sources(file, variables)
     yield from look.http(settings, from_code, command_line)
     yield from look.logging(log_level)
     for number, each in enumerate(loaded):
@@ -133,7 +133,7 @@ def _with_lists(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Sources:
     """The sources of values, beside the code."""
 
     file: ConfigFile

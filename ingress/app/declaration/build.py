@@ -34,7 +34,7 @@ from weakref import WeakSet
 from ingress.app.asgi import BoundApp, bound_app_of
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.config import LoggingConfig, options_not_acted_on
-from ingress.core.base.foreign import dict_of, slots_of, stored
+from ingress.core.base.foreign import attempt, dict_of, slots_of, stored
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
 
 logger = logging.getLogger("ingress")
@@ -69,14 +69,14 @@ class BuiltDeployment:
 
         Objects that cannot be compared, such as arrays, differ unless they are the same ones.
         """
-        try:
-            return (
-                self.deployment.func_or_class is other.deployment.func_or_class
-                and bool(self.deployment.config == other.deployment.config)
+        ours, others = self.deployment, other.deployment
+        return ours.func_or_class is others.func_or_class and attempt(
+            lambda: (
+                bool(ours.config == others.config)
                 and bool((self.init_args, self.init_kwargs) == (other.init_args, other.init_kwargs))
-            )
-        except Exception:  # an `==` of the user's objects
-            return False
+            ),
+            lambda _: False,
+        )
 
     @cached_property
     def bound_app(self) -> BoundApp | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from ingress.app.declaration.assignments import targets_of
+from ingress.app.declaration.names import targets_of
 from ingress.core.base.foreign import mro_of, stored, undisguised
 from ingress.core.base.libraries import is_library
 from ingress.core.execution.execution import Kind, kind

@@ -30,7 +30,6 @@ from starlette.datastructures import State
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from ingress.app.declaration.assignments import place_of, shown
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.loop_makers import (
     Known,
@@ -45,6 +44,7 @@ from ingress.app.declaration.loop_makers import (
     put_in,
     stored_by,
 )
+from ingress.app.declaration.names import place_of, shown
 from ingress.core.base.foreign import advisory, dict_of, slots_of, stored, undisguised, unwrapped
 from ingress.core.base.signatures import annotations_of
 
@@ -90,7 +90,7 @@ class LoopObject:
 def loop_objects(built: BuiltDeployment) -> Iterator[LoopObject]:
     """Yield the objects that belong to one event loop and that the deployment's code reaches."""
     with advisory("the search for objects of one event loop"):
-        yield from _Walk(built.deployment.func_or_class).found(built)
+        yield from _Search(built.deployment.func_or_class).found(built)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Name:
         return _Name(self.module, f"{self.text}.{name}", self.function)
 
 
-class _Walk:
+class _Search:
     """One walk over everything that a deployment's code names."""
 
     def __init__(self, target: type | FunctionType) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import GetSetDescriptorType, MemberDescriptorType, WrapperDescriptorType
 from typing import Any, TypeVar
@@ -36,6 +36,14 @@ def advisory(what: str) -> Iterator[None]:
         raise
     except Exception:
         logger.debug("%s ended early", what, exc_info=True)
+
+
+def attempt(make: Callable[[], T], instead: Callable[[Exception], T]) -> T:
+    """Return the result of `make`; if code of an object in it raises, that of `instead`."""
+    try:
+        return make()
+    except Exception as error:  # any, of the object's own code: `instead` says what becomes of it
+        return instead(error)
 
 
 def mro_of(cls: type) -> tuple[type, ...]:

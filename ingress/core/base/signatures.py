@@ -11,22 +11,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ingress.core.base.foreign import attempt
+
 if sys.version_info >= (3, 14):
     from annotationlib import Format, get_annotations
 
     def signature_of(func: Callable[..., Any]) -> inspect.Signature:
         """Return a signature; an annotation that names what is not there is a `ForwardRef`."""
-        try:
-            return inspect.signature(func, annotation_format=Format.FORWARDREF)
-        except Exception:  # `Api | None` in a method of Api, whose name is a deployment's by now
-            return inspect.signature(func, annotation_format=Format.STRING)
+        # `Api | None` in a method of Api raises: its name is a deployment's by now.
+        return attempt(
+            lambda: inspect.signature(func, annotation_format=Format.FORWARDREF),
+            lambda _: inspect.signature(func, annotation_format=Format.STRING),
+        )
 
     def annotations_of(func: Callable[..., Any]) -> dict[str, Any]:
         """Return the annotations by name; one that names what is not there is a `ForwardRef`."""
-        try:
-            return get_annotations(func, format=Format.FORWARDREF)
-        except Exception:  # of any expression of the user's: see `signature_of`
-            return get_annotations(func, format=Format.STRING)
+        return attempt(
+            lambda: get_annotations(func, format=Format.FORWARDREF),
+            lambda _: get_annotations(func, format=Format.STRING),
+        )
 
 else:
     signature_of = inspect.signature

@@ -40,7 +40,7 @@ from functools import partial
 from types import AsyncGeneratorType, CodeType, GeneratorType
 from typing import Any, Protocol, TypeVar
 
-from ingress.core.execution.unreadable import readable
+from ingress.core.execution.errors import readable
 from ingress.exceptions import SyncMethodOnEventLoopWarning, UserCodeExit
 
 _GENERATORS = (GeneratorType, AsyncGeneratorType)  # a union takes a third more time to check

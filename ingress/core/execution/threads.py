@@ -37,8 +37,8 @@ from ingress.core.calls.compat import (
 )
 from ingress.core.calls.loops import Home, Mailbox
 from ingress.core.calls.tracing import TRACING, trace_thread
+from ingress.core.execution.errors import readable
 from ingress.core.execution.gil_pressure import GIL_PRESSURE
-from ingress.core.execution.unreadable import readable
 from ingress.exceptions import StreamClosedError, needs_no_record
 
 logger = logging.getLogger("ingress")

@@ -24,7 +24,7 @@ from ingress.app.declaration.build import BuiltApplication, BuiltDeployment, fil
 from ingress.app.declaration.names import PublicMethods, names_of
 from ingress.core.base.signatures import signature_of
 from ingress.engines.ray.lowering import options_for_ray
-from ingress.engines.ray.messages import ByPath, ReplicaSpec
+from ingress.engines.ray.messages import ActorSpec, ByModule
 from ingress.engines.ray.replica import HTTPReplica, RayReplica
 from ingress.serving.processes.code import ByValue, pickled_code
 
@@ -53,7 +53,7 @@ def application_for_ray(built: BuiltApplication, lowering: Lowering) -> ray_serv
     nodes: dict[str, ray_serve.Application] = {}
     for each in built.deployments:
         config = each.deployment.config
-        spec = ReplicaSpec(
+        spec = ActorSpec(
             code=reference_to(each),
             arguments=pickled_arguments(each),
             num_cpus=config.num_cpus,
@@ -101,7 +101,7 @@ def _children(built: BuiltDeployment) -> Iterator[str]:
     return iter(found)
 
 
-def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
+def reference_to(built: BuiltDeployment) -> ByModule | ByValue:
     """Return the reference to the deployment's class or function for a worker.
 
     Raises `TypeError` if it can be neither imported nor pickled.
@@ -109,7 +109,7 @@ def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
     target = built.deployment.func_or_class
     if (module := sys.modules.get(target.__module__)) is not None and module.__name__ != "__main__":
         for name in names_of(module, target):
-            return ByPath(module.__name__, name)
+            return ByModule(module.__name__, name)
     try:
         return ByValue(pickled_code(target, cloudpickle))
     except Exception as error:

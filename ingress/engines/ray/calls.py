@@ -383,11 +383,11 @@ def portable(error: BaseException) -> BaseException:
         pickle.loads(cloudpickle.dumps(error))
     except Exception:  # of the class's own code
         logger.debug("a %s cannot be unpickled", type(error).__name__, exc_info=True)
-        return _Sent(error)
+        return _SentError(error)
     return error
 
 
-class _Sent(RayServeException):
+class _SentError(RayServeException):
     """An exception on its way to another process."""
 
     def __init__(self, error: BaseException) -> None:

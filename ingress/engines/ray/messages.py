@@ -31,7 +31,7 @@ HOOKS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class ByPath:
+class ByModule:
     """A class or function in a module, under its own name or its deployment's."""
 
     module: str
@@ -58,7 +58,7 @@ class ByPath:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSpec:
+class ActorSpec:
     """The specification of a replica.
 
     `code` refers to the user's class or function. `arguments` are its pickled constructor
@@ -67,7 +67,7 @@ class ReplicaSpec:
     that may change later.
     """
 
-    code: ByPath | ByValue
+    code: ByModule | ByValue
     arguments: bytes
     num_cpus: float
     lanes: Mapping[str, int] = field(default_factory=dict)

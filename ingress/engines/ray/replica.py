@@ -59,7 +59,7 @@ from ingress.core.calls.loops import run_on
 from ingress.core.execution.execution import kind
 from ingress.core.execution.threads import lend_executor
 from ingress.engines.ray.calls import RayDirectory, RayHandle, portable, use_here
-from ingress.engines.ray.messages import HOOKS, ReplicaSpec, as_arrived
+from ingress.engines.ray.messages import HOOKS, ActorSpec, as_arrived
 from ingress.exceptions import DeploymentUnavailableError
 from ingress.handle import (
     DeploymentHandle,
@@ -101,7 +101,7 @@ class RayReplica:
     """
 
     async def __init__(  # type: ignore[misc]
-        self, spec: ReplicaSpec, children: dict[str, RayHandle]
+        self, spec: ActorSpec, children: dict[str, RayHandle]
     ) -> None:
         context = ray_serve.get_replica_context()
         self._deployment = DeploymentID(context.deployment, context.app_name)

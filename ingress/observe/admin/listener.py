@@ -147,7 +147,7 @@ class WrongTokens:
             del self._periods[next(iter(self._periods))]
 
 
-class Guard:
+class AccessGuard:
     """The guard of the admin listener: it refuses clients, and adds the security headers.
 
     A page of another site reaches 127.0.0.1 through its reader's browser, with that site's name as
@@ -301,7 +301,9 @@ def _uvicorn(source: Source, options: AdminOptions, more: Sequence[BaseRoute]) -
     return HostedServer(
         # No log option: `Config` sets the loggers of the whole process, which has other servers.
         uvicorn.Config(
-            Guard(Starlette(routes=[*routes(source, options.metrics_routes), *more]), options),
+            AccessGuard(
+                Starlette(routes=[*routes(source, options.metrics_routes), *more]), options
+            ),
             interface="asgi3",
             lifespan="off",
             ws="none",

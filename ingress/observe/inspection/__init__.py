@@ -5,6 +5,6 @@ sources   the tasks, streams and files that a function hands to Starlette, read 
 table     an explanation for a terminal, and as JSON
 """
 
-from ingress.observe.inspection.explain import Explanation, Finding, Level, Place, Row, explain
+from ingress.observe.inspection.explain import Explanation, Level, Place, Remark, Row, explain
 
-__all__ = ["Explanation", "Finding", "Level", "Place", "Row", "explain"]
+__all__ = ["Explanation", "Level", "Place", "Remark", "Row", "explain"]

@@ -54,7 +54,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Remark:
     """A remark about a row. `id` is short and does not change."""
 
     id: str
@@ -94,7 +94,7 @@ class Row:
     file: str
     line: int
     places: tuple[Place, Place]
-    findings: tuple[Finding, ...]
+    findings: tuple[Remark, ...]
     is_compiled: bool | None = None
     guards: tuple[str, ...] = ()
 
@@ -120,7 +120,7 @@ class Explanation:
     deployments: tuple[BuiltDeployment, ...]
     rows: tuple[Row, ...]
     budget: ThreadBudget
-    findings: tuple[Finding, ...]
+    findings: tuple[Remark, ...]
 
     def count(self, level: Level) -> int:
         """Return the number of findings of this level or a graver one."""
@@ -136,7 +136,7 @@ def explain(application: Application, settings: Settings) -> Explanation:
     built = build(application, "default")
     rows = rows_of(built.deployments, settings)
     budget = thread_budget(built, settings)
-    findings = [Finding("oversubscription", Level.WARN, budget.warning)] if budget.warning else []
+    findings = [Remark("oversubscription", Level.WARN, budget.warning)] if budget.warning else []
     return Explanation(settings, built.deployments, rows, budget, tuple(findings))
 
 
@@ -267,10 +267,10 @@ class _Planner:
             threads = min(threads, part.at_once)
         return Place(plan.where, thread, plan.lane, threads, plan.reason)
 
-    def _findings(self, plan: ExecutionPlan, kind: Kind) -> Iterator[Finding]:
+    def _findings(self, plan: ExecutionPlan, kind: Kind) -> Iterator[Remark]:
         is_on_loop = plan.mode is ExecutionMode.EVENT_LOOP
         if plan.warns:
-            yield Finding(
+            yield Remark(
                 "def-on-loop",
                 Level.WARN,
                 "a def that runs on the event loop: until it returns, no other request of this "
@@ -280,7 +280,7 @@ class _Planner:
                 "@serve.method(execution='event_loop') leaves it here without this warning",
             )
         elif is_on_loop and kind is Kind.GENERATOR and plan.kind.is_async:
-            yield Finding(
+            yield Remark(
                 "generator-on-loop",
                 Level.WARN,
                 f"a def generator that {plan.name}, an async def, returns: it runs on the event "
@@ -288,7 +288,7 @@ class _Planner:
                 "async generator, or return it from a def",
             )
         elif plan.mode is ExecutionMode.ANYIO:
-            yield Finding(
+            yield Remark(
                 "anyio",
                 Level.NOTE,
                 "runs in AnyIO's threads, which all that Starlette and FastAPI run themselves on "

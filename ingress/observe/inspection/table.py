@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ingress.app.declaration.assignments import shown
 from ingress.app.declaration.build import BuiltDeployment
+from ingress.app.declaration.names import shown
 from ingress.core.base import gil
 from ingress.core.base.settings import (
     SYNC_IN_THREADPOOL,
@@ -19,7 +19,7 @@ from ingress.core.base.settings import (
 )
 from ingress.core.execution.execution import name_of
 from ingress.observe.inspection.budget import counted
-from ingress.observe.inspection.explain import Explanation, Finding, Level, Place, Row, has_own_loop
+from ingress.observe.inspection.explain import Explanation, Level, Place, Remark, Row, has_own_loop
 
 READABLE = 100
 """Longest line of prose, in characters."""
@@ -177,9 +177,9 @@ def _title(each: BuiltDeployment, explanation: Explanation) -> Text:
     return Text(each.name, "bold") + f"  {many}, {loop}"
 
 
-def _grouped(rows: Iterable[Row]) -> Iterator[tuple[Finding, list[Row]]]:
+def _grouped(rows: Iterable[Row]) -> Iterator[tuple[Remark, list[Row]]]:
     """Yield each finding once, the gravest first, with the rows it is about."""
-    found: dict[Finding, list[Row]] = {}
+    found: dict[Remark, list[Row]] = {}
     for row in rows:
         for finding in row.findings:
             found.setdefault(finding, []).append(row)
@@ -197,7 +197,7 @@ def _summary(explanation: Explanation) -> str:
     )
 
 
-def _said(finding: Finding) -> Text:
+def _said(finding: Remark) -> Text:
     head = Text(f"{finding.level} ", _STYLE_OF[finding.level]) + Text(f"{finding.id}: ", "bold")
     return head + finding.text
 

@@ -142,7 +142,7 @@ class Viewers:
         if self.count >= MOST:
             text = f"{MOST} viewers are connected already; close one, or try again."
             return PlainTextResponse(text, 503, {"retry-after": "5"})
-        return _Stream(self)
+        return _ViewerStream(self)
 
     def join(self) -> None:
         """Count a viewer; with the first one the views begin."""
@@ -183,7 +183,7 @@ class Viewers:
         return self._number, self._latest
 
 
-class _Stream(Response):
+class _ViewerStream(Response):
     """The stream of one viewer."""
 
     media_type = "text/event-stream"

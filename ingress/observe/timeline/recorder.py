@@ -27,7 +27,7 @@ from typing import NamedTuple, Self, TypeVar
 
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call
-from ingress.core.calls.notable import NOTABLE, Ended
+from ingress.telemetry.notable import NOTABLE, Ended
 from ingress.telemetry.watchdog import WATCHDOG, Stall
 
 T = TypeVar("T")

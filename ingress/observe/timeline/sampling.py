@@ -18,7 +18,6 @@ from types import FrameType
 
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call
-from ingress.core.calls.notable import Ended
 from ingress.observe.timeline.chrome import as_json, merged
 from ingress.observe.timeline.recorder import (
     ASK_S,
@@ -31,6 +30,7 @@ from ingress.observe.timeline.recorder import (
 )
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
+from ingress.telemetry.notable import Ended
 from ingress.telemetry.watchdog import WATCHDOG
 from ingress.telemetry.watchdog.stacks import (
     current_frames,

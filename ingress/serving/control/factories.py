@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.host import Host
 from ingress.serving.replicas.replica import Replica
-from ingress.serving.replicas.replica_factories import ReplicaFactories
 from ingress.serving.replicas.router import Router
-from ingress.serving.replicas.thread_host import ThreadHost
+from ingress.serving.replicas.thread_host import ReplicaFactories, ThreadHost
 
 
 @dataclass(frozen=True, slots=True)

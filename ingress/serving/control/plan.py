@@ -100,21 +100,21 @@ class ActionKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class Act:
     """One step towards the desired replicas; `number` is `None` for START."""
 
     kind: ActionKind
     number: int | None = None
 
 
-def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
+def decide(desired: Desired, observed: Observed, now: float) -> list[Act]:
     """Return the actions for this moment, in order. Later calls see their effects as facts.
 
     No more than `desired.at_once` replicas serve or start beyond those that are desired, or that
     serve already. No serving replica is dropped while that leaves fewer than `desired.count`,
     unless its loop is lost: stuck replicas limit the starts, not those that serve.
     """
-    actions: list[Action] = []
+    actions: list[Act] = []
     serving: list[Fact] = []
     starting: list[Fact] = []
     away: list[Fact] = []
@@ -123,18 +123,18 @@ def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
             case Phase.LEAVING:
                 pass
             case _ if each.is_lost:
-                actions.append(Action(ActionKind.DROP, each.number))
+                actions.append(Act(ActionKind.DROP, each.number))
             case Phase.SERVING | Phase.AWAY if each.is_stuck:
-                actions.append(Action(ActionKind.PARK, each.number))
+                actions.append(Act(ActionKind.PARK, each.number))
             case Phase.SERVING:
                 serving.append(each)
             case Phase.PARKED if not each.is_stuck:
-                actions.append(Action(ActionKind.RETURN, each.number))
+                actions.append(Act(ActionKind.RETURN, each.number))
                 serving.append(each)
             case Phase.STARTING if each.version == desired.version:
                 starting.append(each)
             case Phase.STARTING:
-                actions.append(Action(ActionKind.DROP, each.number))
+                actions.append(Act(ActionKind.DROP, each.number))
             case Phase.AWAY:
                 away.append(each)
     wanted = allowed(desired.count, num_stuck(observed))
@@ -150,12 +150,12 @@ def decide(desired: Desired, observed: Observed, now: float) -> list[Action]:
         room = 1
     starts = max(0, min(missing, room))
     surplus = sorted(starting, key=lambda each: each.number)[starts:]
-    actions += [Action(ActionKind.DROP, each.number) for each in (*dropped, *surplus)]
+    actions += [Act(ActionKind.DROP, each.number) for each in (*dropped, *surplus)]
     if now >= observed.retry_at:
-        actions += [Action(ActionKind.START)] * (starts - len(starting))
+        actions += [Act(ActionKind.START)] * (starts - len(starting))
     if not away:
         behind = [each.number for each in fresh if each.config != desired.config]
-        actions += [Action(ActionKind.RECONFIGURE, number) for number in behind[:1]]
+        actions += [Act(ActionKind.RECONFIGURE, number) for number in behind[:1]]
     return actions
 
 

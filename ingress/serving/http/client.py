@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from starlette.types import Message, Receive
 
+from ingress.app.asgi.messages import channel_for, size_of
 from ingress.core.calls.channel import EndOfStream, WakeBy
-from ingress.serving.http.asgi_messages import channel_for, size_of
 from ingress.serving.http.uvicorn_connection import Shortcut, has_left, shorten
 
 

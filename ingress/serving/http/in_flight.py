@@ -18,6 +18,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi.cors import allowing_origin
+from ingress.app.asgi.messages import (
+    GOING_AWAY,
+    SERVICE_RESTART,
+    TRY_AGAIN_LATER,
+    adding_request_id,
+)
 from ingress.app.asgi.responses import error_response, refusal_of
 from ingress.core.base.counters import CLIENT_LEFT, LATENCY_BUCKETS_MS
 from ingress.core.base.types import DeploymentID, RequestMetadata
@@ -26,17 +32,11 @@ from ingress.core.calls.deadlines import deadlines_of
 from ingress.core.calls.tracing import TRACING, note_exemplar
 from ingress.serving.http import uvicorn_connection
 from ingress.serving.http.asgi_driver import respond
-from ingress.serving.http.asgi_messages import (
-    GOING_AWAY,
-    SERVICE_RESTART,
-    TRY_AGAIN_LATER,
-    adding_request_id,
-)
 from ingress.serving.http.body import answer_and_close
 from ingress.serving.http.reply import Reply
-from ingress.serving.replicas.ended_calls import keep
 from ingress.serving.replicas.router import Router
 from ingress.telemetry.logs import log_failure, logger
+from ingress.telemetry.notable import keep
 
 SWEEP_S = 0.025
 STREAM_GRACE_S = 5.0  # for a stream to end, once its application is told to stop

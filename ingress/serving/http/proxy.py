@@ -22,6 +22,12 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi import ASGI
 from ingress.app.asgi.cors import allowing_origin, has_origin
+from ingress.app.asgi.messages import (
+    GOING_AWAY,
+    NORMAL,
+    TRY_AGAIN_LATER,
+    adding_request_id,
+)
 from ingress.app.asgi.responses import refusal, send_refusal
 from ingress.app.declaration.declaration import Application
 from ingress.core.base.counters import HTTPCounts
@@ -30,12 +36,6 @@ from ingress.core.calls.call import NO_WORK, Call
 from ingress.core.calls.retries import RetryBudget
 from ingress.exceptions import RayServeException
 from ingress.serving.http.access import AccessLine, leave_out, note_call
-from ingress.serving.http.asgi_messages import (
-    GOING_AWAY,
-    NORMAL,
-    TRY_AGAIN_LATER,
-    adding_request_id,
-)
 from ingress.serving.http.in_flight import InFlight
 from ingress.serving.http.reply import Reply
 from ingress.serving.http.request_head import (

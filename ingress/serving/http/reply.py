@@ -9,19 +9,26 @@
 them, and send. If both are the same loop, nothing crosses threads: the call runs in the server's
 task. A call with a deadline has a task of its own even then: the server's task must be free to
 answer on time while a worker thread runs on.
+
+A request needs several turns of the HTTP loop. If a hundred streams send 64 KiB each in every turn,
+these turns are milliseconds long, and a request beside the streams takes a tenth of a second. So
+`StreamTurns` lets few large parts of streams be sent in one turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from time import monotonic
 from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress.app.asgi.chunks import parts_of
+from ingress.app.asgi.messages import NORMAL, gathered, parts_of, with_request_id
 from ingress.core.base.settings import HTTPLimits
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Runner
@@ -33,7 +40,6 @@ from ingress.exceptions import (
     RequestTimeoutError,
     StreamClosedError,
 )
-from ingress.serving.http.asgi_messages import NORMAL, gathered, with_request_id
 from ingress.serving.http.body import NO_BODY, NO_LIMITS, Body
 from ingress.serving.http.client import Client
 from ingress.serving.http.reply_state import (
@@ -65,7 +71,6 @@ from ingress.serving.http.reply_state import (
     Table,
 )
 from ingress.serving.http.request_head import content_length
-from ingress.serving.http.stream_turns import LARGE, stream_turns
 from ingress.serving.http.uvicorn_connection import has_left, send_chunks
 from ingress.serving.http.work import HTTPWork
 from ingress.serving.replicas.router import Router
@@ -466,3 +471,56 @@ _LAST = ("http.response.body", "http.response.pathsend", "http.response.zerocopy
 """The messages that end a response; those of other extensions do not."""
 _CLOSED: Channel[Message] = Channel()
 """In the place of a stream that may not begin any more."""
+
+
+LARGE = 32 * 1024  # bytes; smaller parts cost little more than their turn
+TURN = 256 * 1024  # bytes that are sent in one turn, and what the last part has more
+
+
+class StreamTurns:
+    """The turns of one event loop, dealt out to the large parts of its streams in order of arrival.
+
+    Belongs to the loop's thread. It has no reference to the loop, which is a weak key to it.
+    """
+
+    __slots__ = ("_sent", "_waiting")
+
+    def __init__(self) -> None:
+        self._sent = 0  # bytes in this turn
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    async def wait(self, size: int) -> None:
+        """Return at once if this turn has room for a large part, else in the next that has."""
+        loop = asyncio.get_running_loop()
+        if self._sent < TURN and not self._waiting:
+            if not self._sent:
+                loop.call_soon(self._begin)
+            self._sent += size
+            return
+        turn = loop.create_future()
+        self._waiting.append((turn, size))
+        await turn
+
+    def _begin(self) -> None:
+        """Begin a turn."""
+        self._sent = 0
+        while self._waiting and self._sent < TURN:
+            turn, size = self._waiting.popleft()
+            if not turn.done():  # else its stream was cancelled
+                turn.set_result(None)
+                self._sent += size
+        if self._sent:
+            asyncio.get_running_loop().call_soon(self._begin)
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, StreamTurns] = WeakKeyDictionary()
+_turns_lock = threading.Lock()
+
+
+def stream_turns(loop: asyncio.AbstractEventLoop) -> StreamTurns:
+    """Return the turns of a loop. Thread-safe."""
+    with _turns_lock:
+        found = _turns.get(loop)
+        if found is None:
+            found = _turns[loop] = StreamTurns()
+        return found

@@ -18,11 +18,11 @@ import anyio
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
+from ingress.app.asgi.messages import INTERNAL_ERROR, NORMAL
 from ingress.core.calls.channel import Channel, EndOfStream
 from ingress.exceptions import is_cancellation
 from ingress.serving.http.access import DENIED, SWITCHED
 from ingress.serving.http.asgi_driver import work_ended
-from ingress.serving.http.asgi_messages import INTERNAL_ERROR, NORMAL
 from ingress.serving.http.reply import CLEANUP_S, HEARING_S, Reply
 from ingress.serving.http.reply_state import (
     ACCEPT,

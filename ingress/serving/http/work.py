@@ -18,13 +18,12 @@ from typing import Any, Protocol
 from starlette.types import Message, Scope
 
 from ingress.app.asgi import route_below
-from ingress.app.asgi.chunks import with_bytes
+from ingress.app.asgi.messages import NORMAL, SERVICE_RESTART, channel_for, size_of, with_bytes
 from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
 from ingress.core.calls.channel import RESPONSE_BYTES, YIELD_EVERY, Channel
 from ingress.core.calls.loops import Mailbox
 from ingress.core.execution.gil_pressure import GIL_PRESSURE, TURNS, TURNS_S
 from ingress.exceptions import RayServeException, RequestCancelledError, StreamClosedError
-from ingress.serving.http.asgi_messages import NORMAL, SERVICE_RESTART, channel_for, size_of
 from ingress.serving.http.client import Client
 from ingress.serving.http.reply_state import (
     HEARD,

@@ -40,6 +40,7 @@ from ingress.handle import (
 )
 from ingress.serving.processes.crossing import (
     as_sent,
+    failing,
     item_as_sent,
     pickled_error,
     unpickled_error,
@@ -56,7 +57,7 @@ from ingress.serving.processes.frames import (
 )
 from ingress.serving.processes.messages import (
     UPWARD,
-    Kind,
+    Frame,
     SendWindow,
     check,
     envelope_of,
@@ -97,26 +98,24 @@ class ChildCalls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
-        if kind in (Kind.CALL, Kind.STREAM):
+        if kind in (Frame.CALL, Frame.STREAM):
             if number <= self._last:
                 raise FrameError(f"call {number} after call {self._last}")
             self._last = number
-            try:
+            with failing(self._frames, number):  # by an argument, or by a deployment that is gone
                 self._begin(kind, number, loads(content, buffers))
-            except Exception as error:  # of the arguments, or of a deployment that is gone
-                self._frames.post(Kind.FAILED, number, pickled_error(error))
-        elif kind not in (Kind.CREDIT, Kind.WAIT, Kind.CANCEL, Kind.CLOSE):
+        elif kind not in (Frame.CREDIT, Frame.WAIT, Frame.CANCEL, Frame.CLOSE):
             raise unknown(kind)
         elif number > self._last:
             raise FrameError(f"a frame of call {number}, which it did not make")
         elif number in self._works or number in self._selections:
-            if kind in (Kind.CANCEL, Kind.CLOSE):
+            if kind in (Frame.CANCEL, Frame.CLOSE):
                 self._withdraw(number)
         elif number in self._responses:  # else its answer is on its way
-            if kind == Kind.CREDIT:
+            if kind == Frame.CREDIT:
                 if number in self._windows:
                     self._windows[number].give(content)
-            elif kind == Kind.WAIT:
+            elif kind == Frame.WAIT:
                 waiter, begins = loads(content)
                 (self._begin_wait if begins else self._end_wait)(number, waiter)
             else:  # CANCEL, or CLOSE
@@ -128,7 +127,7 @@ class ChildCalls:
         envelope, args, kwargs, deployment_id, parent, waiters, target = content
         check(envelope)
         metadata = metadata_of(
-            envelope, deployment_id, is_http=False, is_streaming=kind == Kind.STREAM
+            envelope, deployment_id, is_http=False, is_streaming=kind == Frame.STREAM
         )
         handle = self._make_handle(deployment_id).options(
             method_name=metadata.method_name,
@@ -181,11 +180,10 @@ class ChildCalls:
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, object]) -> None:
         try:
-            self._frames.post(Kind.DONE, number, encode(await work))
-        except Exception as error:  # of the call: the child gets it
-            self._frames.post(Kind.FAILED, number, pickled_error(error))
+            with failing(self._frames, number):
+                self._frames.post(Frame.DONE, number, encode(await work))
         except asyncio.CancelledError:
-            self._frames.post(Kind.DONE, number)  # the child does not wait any more
+            self._frames.post(Frame.DONE, number)  # the child does not wait any more
             raise
         finally:
             del self._works[number]
@@ -235,25 +233,26 @@ class ChildCalls:
         if error is None:
             try:
                 value = as_sent(call.value)
-                self._frames.post(Kind.DONE, number, b"" if value is None else encode(value))
+                self._frames.post(Frame.DONE, number, b"" if value is None else encode(value))
                 return
             except Exception as problem:  # of the code of its class: the child gets it
                 error = unsendable(call.deployment_name, problem, result=call.value)
-        self._frames.post(Kind.FAILED, number, pickled_error(error))
+        self._frames.post(Frame.FAILED, number, pickled_error(error))
 
     async def _pump(self, number: int, items: DeploymentResponseGenerator) -> None:
         """Send the items of a stream, as fast as the child takes them."""
         window = self._windows[number]
         try:
-            async for item in items:
-                content = item_as_sent(items._call.deployment_name, item)
-                await window.take(size_of_content(content))
-                self._frames.post(Kind.ITEM, number, content)
-        except Exception as error:  # of the stream: the child gets it
-            items.cancel()
-            self._frames.post(Kind.FAILED, number, pickled_error(error))
-        else:
-            self._frames.post(Kind.DONE, number)
+            with failing(self._frames, number):
+                try:
+                    async for item in items:
+                        content = item_as_sent(items._call.deployment_name, item)
+                        await window.take(size_of_content(content))
+                        self._frames.post(Frame.ITEM, number, content)
+                except Exception:
+                    items.cancel()
+                    raise
+                self._frames.post(Frame.DONE, number)
         finally:
             self._responses.pop(number, None)
             self._windows.pop(number, None)
@@ -315,7 +314,7 @@ class ServerDirectory(LoopOfHandles):
         args, kwargs = invocation.args, invocation.kwargs
         envelope = envelope_of(call.metadata, span_headers())
         waiters = [*self._waiters.get(call, ()), *_members_that_wait(call)]
-        kind = Kind.CALL if invocation.channel is None else Kind.STREAM
+        kind = Frame.CALL if invocation.channel is None else Frame.STREAM
         target: object = None
         if isinstance(invocation, BoundInvocation):
             target = BROADCAST if invocation.slot is None else invocation.slot.number
@@ -360,7 +359,7 @@ class ServerDirectory(LoopOfHandles):
             del self._waiters[call]
         sent = self._numbers.get(call)
         if sent is not None and not call.settled:
-            self.frames.post(Kind.WAIT, sent, dumps((number, begins)))
+            self.frames.post(Frame.WAIT, sent, dumps((number, begins)))
 
 
 class Waits(set[Node]):
@@ -438,14 +437,14 @@ class ServerRouter(CallTasks):
             while items := await work.take():
                 for item in items:
                     if not await pass_on(item, invocation.channel):
-                        work.frames.post(Kind.CLOSE, work.number)
+                        work.frames.post(Frame.CLOSE, work.number)
                         call.settle()
                         return
                 work.give()
             call.settle()
         except asyncio.CancelledError:
             if work is not None and not work.is_over:
-                work.frames.post(Kind.CANCEL, work.number)
+                work.frames.post(Frame.CANCEL, work.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,4 +459,4 @@ class RemoteSlot:
         return self.work.number
 
     def release(self, call: Call) -> None:
-        self.mailbox.post(self.work.frames.post, Kind.CLOSE, self.number)
+        self.mailbox.post(self.work.frames.post, Frame.CLOSE, self.number)

@@ -25,7 +25,7 @@ from typing import IO
 
 from ingress.core.base.settings import PINNED_CPUS, environment, start_method
 from ingress.serving.processes.fork_server import ENDED, FORKED
-from ingress.serving.processes.output import Output
+from ingress.serving.processes.output import ChildOutput
 from ingress.serving.processes.resources import VISIBLE
 from ingress.serving.processes.shared_memory import SharedNumbers
 
@@ -108,7 +108,7 @@ class ChildProcess:
         end: socket.socket,
         shared: SharedNumbers,
         env_vars: Mapping[str, str],
-        output: Output,
+        output: ChildOutput,
         on_exit: Callable[[], None],
     ) -> None:
         self.code: int | None = None

@@ -14,16 +14,19 @@ All frames are one note, which grows by those of each process, up to a limit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
+from ingress.core.base.foreign import attempt
 from ingress.core.execution.execution import contained
 from ingress.exceptions import RayServeException, UserCodeExit
 from ingress.serving.processes.code import culprit
-from ingress.serving.processes.frames import Buffers, Content, dumps, encode, loads
+from ingress.serving.processes.frames import Buffers, Content, Frames, dumps, encode, loads
+from ingress.serving.processes.messages import Frame
 from ingress.telemetry.mistakes import last_line as described
 from ingress.telemetry.tracebacks import (
     ExplainingNote,
@@ -80,15 +83,24 @@ def pickled_error(error: BaseException, at_most: int | None = None) -> bytes:
     return content
 
 
+@contextmanager
+def failing(frames: Frames, number: int) -> Iterator[None]:
+    """Send an error to the other process, as the end of a call or the answer to a question."""
+    try:
+        yield
+    except Exception as error:  # of user code, also of its arguments: the other process raises it
+        frames.post(Frame.FAILED, number, pickled_error(error))
+
+
 def unpickled_error(content: bytes | memoryview) -> BaseException:
     """Return the error that `pickled_error` was given, with its traceback as a note.
 
     Never fails: one that cannot be read, or that a loop would not survive, is described.
     """
-    try:
-        return _checked(_Arrival(loads(content)).error())
-    except Exception as problem:  # of the code of its class: the text says it
-        return unreadable("the exception that user code raised", problem)
+    return attempt(
+        lambda: _checked(_Arrival(loads(content)).error()),
+        lambda problem: unreadable("the exception that user code raised", problem),
+    )
 
 
 def unreadable(what: str, problem: Exception) -> RayServeException:
@@ -272,10 +284,7 @@ class _Sending:
             self._read(self._pickled(value))
             return value
         except Exception:  # of the code of its class, which may raise any
-            try:
-                return repr(value)[:_KEPT]
-            except BaseException:  # of its `__repr__`
-                return f"<{type(value).__name__}>"
+            return text_of(value, repr, f"<{type(value).__name__}>")[:_KEPT]
 
     def _pickled(self, value: object, whole: BaseException | None = None) -> bytes:
         """Return the pickle of a part. Numbers stand for its exceptions, except for `whole`."""
@@ -302,10 +311,7 @@ class _Arrival:
         for number, record in enumerate(self._records):
             self._find(number)
             if number in self._empty:
-                try:
-                    self._fill(self._made[number], record.content)
-                except Exception as problem:  # of the code of a part: the text says it
-                    self._made[number] = _described(record, problem)
+                self._attempt(partial(self._filled, number, record), number, record)
         for number, record in enumerate(self._records):
             self._finish(self._made[number], record)
         return self._made[0]
@@ -315,12 +321,18 @@ class _Arrival:
         if number not in self._made:
             record = self._records[number]
             self._made[number] = RayServeException(record.told)  # for one that contains itself
-            try:
-                if record.kind:
-                    self._made[number] = self._new(number, record)
-            except Exception as problem:  # of the code of its class: the text says it
-                self._made[number] = _described(record, problem)
+            if record.kind:
+                self._attempt(partial(self._new, number, record), number, record)
         return self._made[number]
+
+    def _attempt(self, make: Callable[[], BaseException], number: int, record: _Record) -> None:
+        """Make an exception; if the code of its class or of a part raises, the text says it."""
+        self._made[number] = attempt(
+            make,
+            lambda problem: RayServeException(
+                f"{record.told} (it cannot be read: {described(problem)})"
+            ),
+        )
 
     def _new(self, number: int, record: _Record) -> BaseException:
         kind = loads(record.kind, find=self._find)
@@ -340,14 +352,16 @@ class _Arrival:
         given = () if group is None else (group[0], [self._find(each) for each in group[1]])
         return base.__new__(kind, *given)  # type: ignore[no-any-return]
 
-    def _fill(self, error: BaseException, content: bytes) -> None:
-        args, state = loads(content, find=self._find)
+    def _filled(self, number: int, record: _Record) -> BaseException:
+        error = self._made[number]
+        args, state = loads(record.content, find=self._find)
         _ARGS.__set__(error, args)
         for name, slot in _slots(type(error)).items():
             if name in state:
                 with suppress(AttributeError, TypeError):  # it may be read-only
                     slot.__set__(error, state.pop(name))
         _DICT.__get__(error).update(state)
+        return error
 
     def _finish(self, error: BaseException, record: _Record) -> None:
         notes = list(record.notes)
@@ -362,7 +376,3 @@ class _Arrival:
         _CAUSE.__set__(error, None if cause is None else self._made[cause])
         _CONTEXT.__set__(error, None if context is None else self._made[context])
         _SUPPRESSES.__set__(error, record.suppresses)
-
-
-def _described(record: _Record, problem: Exception) -> RayServeException:
-    return RayServeException(f"{record.told} (it cannot be read: {described(problem)})")

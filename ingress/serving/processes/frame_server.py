@@ -22,7 +22,7 @@ from ingress.core.calls.tracing import TRACING, adopt, trace_id_of
 from ingress.exceptions import RayServeException, UserCodeExit
 from ingress.handle import Invocation
 from ingress.serving.processes.child_calls import ServerDirectory, Waits
-from ingress.serving.processes.crossing import pickled_error, read, unreadable, unsendable
+from ingress.serving.processes.crossing import failing, pickled_error, read, unreadable, unsendable
 from ingress.serving.processes.frames import (
     Buffers,
     Content,
@@ -33,7 +33,7 @@ from ingress.serving.processes.frames import (
     outside,
 )
 from ingress.serving.processes.hosted_call import HostedCall, HostedRequest
-from ingress.serving.processes.messages import UPWARD, Kind, message_of, metadata_of, scope_of
+from ingress.serving.processes.messages import UPWARD, Frame, message_of, metadata_of, scope_of
 from ingress.serving.processes.shared_memory import SharedNumbers
 from ingress.serving.replicas.host import not_begun_error
 from ingress.serving.replicas.replica import Replica
@@ -87,11 +87,11 @@ class FrameServer:
                 work.on_frame(kind, content, buffers)
                 if work.is_over:
                     del self.directory.works[number]
-        elif kind <= Kind.HTTP:
+        elif kind <= Frame.HTTP:
             self._on_call(kind, number, content, buffers)
-        elif kind == Kind.ASK:
+        elif kind == Frame.ASK:
             self._on_ask(number, content)
-        elif kind == Kind.STOP:
+        elif kind == Frame.STOP:
             if self.starting is not None:
                 self.starting.cancel()
             try:
@@ -115,7 +115,7 @@ class FrameServer:
     def _tell_models(self) -> None:
         if self.replica.model_ids != self._models:
             self._models = self.replica.model_ids
-            self.frames.post(Kind.MODELS, 0, dumps(self._models))
+            self.frames.post(Frame.MODELS, 0, dumps(self._models))
 
     def _report(self) -> None:
         self._tell_models()
@@ -125,7 +125,7 @@ class FrameServer:
         told = counts, copied(self.replica.stalls), series.collected()
         report = dumps((*told, new))
         if report != self._reported:
-            self.frames.post(Kind.REPORT, 0, report)
+            self.frames.post(Frame.REPORT, 0, report)
             # Without the stalls, so that they are not told again.
             self._reported = dumps((*told, []))
             self._last_stall = stalls[-1] if stalls else None
@@ -144,7 +144,7 @@ class FrameServer:
         try:
             call = self._arrived(kind, number, loads(content, buffers))
         except Exception as error:  # of reading the arguments, which may run user code
-            self.frames.post(Kind.FAILED, number, pickled_error(error))
+            self.frames.post(Frame.FAILED, number, pickled_error(error))
             return
         finally:
             self._shared.read(0)
@@ -160,7 +160,7 @@ class FrameServer:
 
     def _arrived(self, kind: int, number: int, content: Any) -> HostedCall:
         deployment = self.replica.replica_id.deployment_id
-        if kind == Kind.HTTP:
+        if kind == Frame.HTTP:
             envelope, values, body, has_more = content
             metadata = metadata_of(envelope, deployment, is_http=True, is_streaming=False)
             first = None
@@ -169,7 +169,7 @@ class FrameServer:
             request = HostedRequest(scope_of(values), first)
             return HostedCall(number, self.frames, metadata, request)
         envelope, args, kwargs = content
-        is_streaming = kind == Kind.STREAM
+        is_streaming = kind == Frame.STREAM
         metadata = metadata_of(envelope, deployment, is_http=False, is_streaming=is_streaming)
         invocation = Invocation(metadata.method_name, args, kwargs, None)
         call = HostedCall(number, self.frames, metadata, invocation)
@@ -179,18 +179,18 @@ class FrameServer:
     def _on_message(
         self, kind: int, call: HostedCall, content: memoryview, buffers: Buffers
     ) -> None:
-        if kind == Kind.INPUT:
+        if kind == Frame.INPUT:
             size = len(content) + sum(map(len, buffers))
             try:
                 if call.request is not None:
                     call.request.accept(message_of(content, buffers), size)
             except Exception as problem:  # of the code of its values: the call's user code gets it
                 call.cancel(unreadable("a message of the client", problem))
-        elif kind == Kind.CREDIT:
+        elif kind == Frame.CREDIT:
             call.window.give(content)
-        elif kind == Kind.CLOSE:
+        elif kind == Frame.CLOSE:
             call.close()
-        elif kind == Kind.CANCEL:
+        elif kind == Frame.CANCEL:
             reason = None
             if content:
                 try:
@@ -229,7 +229,7 @@ class FrameServer:
         # The server knows the trace of a call by handle: it has sent it.
         trace_id = trace_id_of(call) if call.request is not None else ""
         if trace_id:
-            self.frames.post(Kind.TRACE, call.number, trace_id.encode())
+            self.frames.post(Frame.TRACE, call.number, trace_id.encode())
 
     def _end(self, call: HostedCall, value: object, error: BaseException | None) -> None:
         del self._calls[call.number]
@@ -244,12 +244,12 @@ class FrameServer:
                 error = unsendable(call.deployment_name, problem, result=value)
         if call.request is not None:
             call.request.flush()
-        self.frames.post(Kind.FAILED, call.number, pickled_error(error))
+        self.frames.post(Frame.FAILED, call.number, pickled_error(error))
 
     async def _answer(self, number: int, content: bytes) -> None:
         """Answer a request to the replica itself."""
         REPLICA.set(self.replica.context)
-        try:
+        with failing(self.frames, number):
             what, argument = loads(content)
             answer: Content = b""
             if what == "look":
@@ -266,16 +266,13 @@ class FrameServer:
                 self.replica.host.add_threads(argument)
             else:
                 await self.replica.reconfigure(argument)
-        except Exception as error:  # of user code: the server gets it
-            self.frames.post(Kind.FAILED, number, pickled_error(error))
-        else:
-            self.frames.post(Kind.DONE, number, answer)
+            self.frames.post(Frame.DONE, number, answer)
 
     def _look(self, number: int, look: Callable[..., object], *arguments: object) -> None:
         """Answer with the result of a function. Its pickle is made here, beside the user loop."""
-        frame: tuple[Kind, int, Content]
+        frame: tuple[Frame, int, Content]
         try:
-            frame = Kind.DONE, number, encode(outside(dumps(look(self.replica, *arguments))))
+            frame = Frame.DONE, number, encode(outside(dumps(look(self.replica, *arguments))))
         except Exception as error:  # the server gets it
-            frame = Kind.FAILED, number, pickled_error(error)
+            frame = Frame.FAILED, number, pickled_error(error)
         mailbox_of(self.replica.loop).post(self.frames.post, *frame)

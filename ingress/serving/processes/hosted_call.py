@@ -16,7 +16,7 @@ from typing import Any, cast
 from starlette.types import Message, Scope
 
 from ingress.app.asgi import route_below
-from ingress.app.asgi.chunks import parts_of, with_bytes
+from ingress.app.asgi.messages import parts_of, with_bytes
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES
@@ -27,7 +27,7 @@ from ingress.serving.processes.frames import LARGE, Content, Frames, encode, siz
 from ingress.serving.processes.messages import (
     RESPONSE_BODY,
     RESPONSE_START,
-    Kind,
+    Frame,
     SendWindow,
     Taken,
     Waiters,
@@ -76,15 +76,15 @@ class HostedCall(Call):
         """Send an item of a generator, once there is room for it."""
         content = item_as_sent(self.deployment_name, item)
         await self.window.take(size_of_content(content))
-        self.frames.post(Kind.ITEM, self.number, content)
+        self.frames.post(Frame.ITEM, self.number, content)
 
-    def last_frame(self, value: object) -> tuple[Kind, int, Content]:
+    def last_frame(self, value: object) -> tuple[Frame, int, Content]:
         """Return the frame that ends the call. Raises the error of pickling the value."""
         if self.request is not None:
             answer = self.request.take_answer()
             number = self.number
-            return (Kind.DONE, number, b"") if answer is None else (Kind.ANSWER, number, answer)
-        return Kind.DONE, self.number, b"" if value is None else encode(as_sent(value))
+            return (Frame.DONE, number, b"") if answer is None else (Frame.ANSWER, number, answer)
+        return Frame.DONE, self.number, b"" if value is None else encode(as_sent(value))
 
 
 class HostedRequest(Work, Waiters):
@@ -183,14 +183,14 @@ class HostedRequest(Work, Waiters):
     def _listen(self) -> None:
         """Have the server send the disconnect of the client, once the body is here."""
         self._asks = False
-        self.call.frames.post(Kind.LISTEN, self.call.number)
+        self.call.frames.post(Frame.LISTEN, self.call.number)
 
     def _hear(self) -> None:
         """Tell the server, once, that user code knows that its client has left."""
         if not (self.is_heard or self.has_answer):
             self.is_heard = True
             if not self.ends_with_client:  # else the server cancels it, as in a thread
-                self.call.frames.post(Kind.HEARD, self.call.number)
+                self.call.frames.post(Frame.HEARD, self.call.number)
 
     # The response.
 
@@ -234,7 +234,7 @@ class HostedRequest(Work, Waiters):
     def flush(self) -> None:
         """Send the response that is held back for the last frame."""
         if (answer := self.take_answer()) is not None:
-            self.call.frames.post(Kind.RESPONSE, self.call.number, answer)
+            self.call.frames.post(Frame.RESPONSE, self.call.number, answer)
 
     async def _stream(self, message: Message) -> None:
         """Send one message, at the pace of the client."""
@@ -245,19 +245,19 @@ class HostedRequest(Work, Waiters):
         if kind == RESPONSE_BODY and message.get("more_body"):
             for part in parts_of(message.get("body", b"")):
                 if len(part) < LARGE:
-                    await self._post(Kind.CHUNK, part)
+                    await self._post(Frame.CHUNK, part)
                 else:  # a content that is not pickled cannot say that it did not arrive
-                    await self._post(Kind.OUTPUT, message_as_sent({**message, "body": part}))
+                    await self._post(Frame.OUTPUT, message_as_sent({**message, "body": part}))
             return
         if kind.endswith(RESPONSE_START):  # also that of a refused WebSocket
             message = {**message, "headers": plain(message.get("headers", ()))}
         elif kind == RESPONSE_BODY:
             message = {"type": kind, "body": message.get("body", b""), "more_body": False}
-        await self._post(Kind.OUTPUT, message_as_sent(message))
+        await self._post(Frame.OUTPUT, message_as_sent(message))
         if kind == RESPONSE_BODY:
             self.note_answer()
 
-    async def _post(self, kind: Kind, content: Content) -> None:
+    async def _post(self, kind: Frame, content: Content) -> None:
         """Send a frame, once there is room for it."""
         try:
             await self.call.window.take(size_of_content(content))

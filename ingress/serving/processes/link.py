@@ -32,13 +32,13 @@ from ingress.serving.processes.frames import Buffers, Content, FrameError, Frame
 from ingress.serving.processes.messages import (
     OF_CALLS,
     UPWARD,
-    Kind,
-    Report,
+    ChildReport,
+    Frame,
     model_ids_of,
     report_of,
     unknown,
 )
-from ingress.serving.processes.output import Output
+from ingress.serving.processes.output import ChildOutput
 from ingress.serving.processes.remote_calls import RemoteCall, RemoteWork
 from ingress.serving.processes.resources import EnvironmentOf
 from ingress.serving.processes.shared_memory import SharedNumbers
@@ -93,7 +93,7 @@ class Link:
         module: str,
         make_handle: MakeHandle,
         *,
-        on_report: Callable[[Report], None],
+        on_report: Callable[[ChildReport], None],
         on_end: Callable[[], None],
         on_lost: Callable[[], None],
     ) -> None:
@@ -113,7 +113,7 @@ class Link:
         self._on_report, self._tell_end, self._tell_lost = on_report, on_end, on_lost
         self.mark = token_hex(8)
         deployment = replica_id.deployment_id
-        self._output = Output(
+        self._output = ChildOutput(
             self.mark,
             {
                 "application": deployment.app_name,
@@ -166,7 +166,7 @@ class Link:
             undo.callback(shared.close)
             frames = Frames(ours, self._on_frame, self._on_lost, lambda: shared.beats)
             undo.callback(frames.close)
-            frames.post_inline(Kind.START, specification)
+            frames.post_inline(Frame.START, specification)
 
             def on_exit() -> None:
                 give_back()  # before the replacement starts
@@ -192,7 +192,7 @@ class Link:
             has_loop = shared is not None and shared.beats > 0
             wait_s = _START_ENDS_S if has_loop else 0.0
             asyncio.get_running_loop().call_later(wait_s, self.kill)
-        self._frames.post(Kind.STOP, 0)
+        self._frames.post(Frame.STOP, 0)
         await self._ended
 
     def kill(self) -> None:
@@ -206,7 +206,7 @@ class Link:
         if self._child is not None:
             self._child.join()
 
-    def send(self, kind: Kind, content: Content) -> RemoteWork:
+    def send(self, kind: Frame, content: Content) -> RemoteWork:
         """Send the frame of some work."""
         assert self._frames is not None
         self._last += 1
@@ -224,7 +224,7 @@ class Link:
         assert self._frames is not None
         self._last += 1
         # May raise: there is no work then.
-        self._frames.post(Kind.CALL, self._last, content, at_once=not self._works)
+        self._frames.post(Frame.CALL, self._last, content, at_once=not self._works)
         work.number, work.frames = self._last, self._frames
         self._works[self._last] = work
 
@@ -282,9 +282,9 @@ class Link:
                 del self._works[number]
 
     def _on_frame_of_child(self, kind: int, content: memoryview) -> None:
-        if kind in (Kind.MODELS, Kind.REPORT):
+        if kind in (Frame.MODELS, Frame.REPORT):
             try:
-                if kind == Kind.MODELS:
+                if kind == Frame.MODELS:
                     self.model_ids = model_ids_of(content)
                 else:
                     self._on_report(report_of(content))
@@ -293,11 +293,11 @@ class Link:
                     self._odd_kinds.add(kind)
                     text = unreadable("a report of its process", problem)
                     logger.error("%s: %s", self._replica_id, text)
-        elif kind not in (Kind.READY, Kind.FAILED):
+        elif kind not in (Frame.READY, Frame.FAILED):
             raise unknown(kind)
         elif self._started is None or self._started.done():
             pass  # the start was given up
-        elif kind == Kind.READY:
+        elif kind == Frame.READY:
             self._started.set_result(None)
         else:
             self._started.set_exception(unpickled_error(content))

@@ -22,7 +22,7 @@
           ITEM         one item of a generator
           TRACE        the id of the trace that an HTTP request has in the child
           MODELS       the ids of the replica's models
-          REPORT       the replica's counters, and new stalls: `Report`; at most 4 times a second
+          REPORT       the replica's counters, and new stalls: `ChildReport`; at most 4 a second
           DONE         the work has ended, with its value
           FAILED       the work has ended, with its error
 
@@ -71,7 +71,7 @@ from ingress.telemetry.watchdog import Stall
 UPWARD = 1 << 63  # numbers of calls from here on are those that a child makes
 
 
-class Kind(IntEnum):
+class Frame(IntEnum):
     """The kind of a frame: its number in the frame's head."""
 
     START = 1
@@ -101,8 +101,8 @@ class Kind(IntEnum):
 
 
 OF_CALLS = frozenset(
-    (Kind.CREDIT, Kind.RESPONSE, Kind.OUTPUT, Kind.CHUNK, Kind.ITEM, Kind.TRACE,
-     Kind.HEARD, Kind.LISTEN, Kind.DONE, Kind.FAILED, Kind.ANSWER)
+    (Frame.CREDIT, Frame.RESPONSE, Frame.OUTPUT, Frame.CHUNK, Frame.ITEM, Frame.TRACE,
+     Frame.HEARD, Frame.LISTEN, Frame.DONE, Frame.FAILED, Frame.ANSWER)
 )  # fmt: skip
 """The kinds of the frames that answer a call."""
 
@@ -137,7 +137,7 @@ class ReplicaSpec:
     log_mark: str = ""
 
 
-class Report(NamedTuple):
+class ChildReport(NamedTuple):
     """The counters of a child: those of its host, and the stalls since the last report."""
 
     counts: HostCounts
@@ -146,7 +146,7 @@ class Report(NamedTuple):
     new_stalls: list[Stall]
 
 
-def report_of(content: memoryview) -> Report:
+def report_of(content: memoryview) -> ChildReport:
     """Return the counters that a child has sent. Raises `ValueError` if they are none.
 
     Each is checked: the status and `/metrics` add them to those of other replicas.
@@ -158,7 +158,7 @@ def report_of(content: memoryview) -> Report:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise ValueError(f"{error.error_count()} of its values are none, as {place!r}") from None
     counts, *others = told
-    report = Report(HostCounts(*counts), *others)
+    report = ChildReport(HostCounts(*counts), *others)
     for latencies in (report.stalls, report.counts.model_times, report.counts.thread_waits):
         for each in latencies.values():
             Latency().merge(each)
@@ -170,8 +170,8 @@ def report_of(content: memoryview) -> Report:
 
 
 @cache
-def _report_type() -> TypeAdapter[Report]:
-    return TypeAdapter(Report, config=ConfigDict(revalidate_instances="always", strict=True))
+def _report_type() -> TypeAdapter[ChildReport]:
+    return TypeAdapter(ChildReport, config=ConfigDict(revalidate_instances="always", strict=True))
 
 
 def model_ids_of(content: memoryview) -> frozenset[str]:
@@ -420,5 +420,5 @@ class Taken:
     def tell(self, frames: Frames, number: int) -> None:
         """Give the sender room, once it is worth a frame."""
         if self._messages >= _GIVEN_MESSAGES or self._bytes >= self._given_bytes:
-            frames.post(Kind.CREDIT, number, CREDIT.pack(self._messages, self._bytes))
+            frames.post(Frame.CREDIT, number, CREDIT.pack(self._messages, self._bytes))
             self._messages = self._bytes = 0

@@ -1,7 +1,7 @@
 """The output of a child: its standard output and error, and the log records between their lines.
 
     child    `LogLines`, the handler of its loggers, writes each record as a line of JSON on stderr
-    server   `Output` passes lines on, and gives records to the server's own loggers
+    server   `ChildOutput` passes lines on, and gives records to the server's own loggers
 
 A record keeps its place between the other lines of its child, and is not lost if the process ends
 in the next moment. A mark that the server makes for each child tells records from other lines: a
@@ -86,7 +86,7 @@ def take_over(handler: LogLines, levels: Mapping[str, int]) -> None:
             each.addHandler(handler)
 
 
-class Output:
+class ChildOutput:
     """The output of one child, read in the thread that calls `pass_on`.
 
     Any thread reads `last_lines`: of both streams and of the records, as they came. `owner` are the

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.asgi import BoundApp
-from ingress.app.asgi.chunks import Chunks
+from ingress.app.asgi.messages import Chunks
 from ingress.app.asgi.template import TEMPLATES
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.context import ReplicaRuntime
@@ -51,9 +51,9 @@ from ingress.serving.processes.frames import (
 from ingress.serving.processes.link import Link
 from ingress.serving.processes.messages import (
     RESPONSE_BODY,
-    Kind,
+    ChildReport,
+    Frame,
     ReplicaSpec,
-    Report,
     envelope_of,
     message_as_sent,
     scope_as_sent,
@@ -180,7 +180,7 @@ class ProcessHost:
         )
         await run_on(self.loop, self.link.start, specification, environment_of)
 
-    def _take_report(self, report: Report) -> None:
+    def _take_report(self, report: ChildReport) -> None:
         """Take the counters of the child."""
         self._counts = report.counts
         self._replica.stalls.update(report.stalls)
@@ -205,12 +205,12 @@ class ProcessHost:
         self, look: Callable[..., object], arguments: Sequence[object], timeout_s: float
     ) -> bytes | memoryview:
         async with asyncio.timeout(timeout_s):
-            work = self.link.send(Kind.ASK, dumps(("look", (look, *arguments))))
+            work = self.link.send(Frame.ASK, dumps(("look", (look, *arguments))))
             pickled: bytes | memoryview = await work.outcome()
             return pickled
 
     def add_threads(self, max_ongoing: int) -> None:
-        self.mailbox.post(self.link.send, Kind.ASK, dumps(("add_threads", max_ongoing)))
+        self.mailbox.post(self.link.send, Frame.ASK, dumps(("add_threads", max_ongoing)))
 
     def hand_over(self) -> None:
         self.mailbox.post(self.link.hand_over)
@@ -287,13 +287,13 @@ class RemoteCode:
         return await self._ask("autoscaling_stats")
 
     async def _ask(self, what: str, argument: object = None) -> object:
-        return await self._link.send(Kind.ASK, dumps((what, argument))).outcome()
+        return await self._link.send(Frame.ASK, dumps((what, argument))).outcome()
 
     async def call(
         self, method: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         """Call a method and return its result."""
-        work = self._link.send(Kind.CALL, _content(args, kwargs))
+        work = self._link.send(Frame.CALL, _content(args, kwargs))
         try:
             return await work.outcome()
         finally:
@@ -309,7 +309,7 @@ class RemoteCode:
         self, method: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> AsyncGenerator[object, None]:
         """Call a method that returns a generator and yield its items."""
-        work = self._link.send(Kind.STREAM, _content(args, kwargs))
+        work = self._link.send(Frame.STREAM, _content(args, kwargs))
         try:
             while items := await work.take():
                 for item in items:
@@ -332,7 +332,7 @@ class RemoteCode:
             first = await receive()
             body, has_more = first.get("body", b""), first.get("more_body", False)
         head = envelope_of(metadata, span_headers()), scope_as_sent(scope)
-        work = self._link.send(Kind.HTTP, encode((*head, outside(bytes(body)), has_more)))
+        work = self._link.send(Frame.HTTP, encode((*head, outside(bytes(body)), has_more)))
         feeding: asyncio.Task[None] | None = None
 
         def feed() -> None:
@@ -381,7 +381,7 @@ class RemoteCode:
             content = message_as_sent(message)
             try:
                 await work.window.take(size_of_content(content))
-                work.frames.post(Kind.INPUT, work.number, content)
+                work.frames.post(Frame.INPUT, work.number, content)
             except StreamClosedError:
                 return  # the work has ended
             except OSError as problem:  # there is no memory or descriptor left for a large one
@@ -397,7 +397,7 @@ class RemoteCode:
         """Tell user code that its client has left. So far only `_feed` knows."""
         assert work.call is not None
         work.call.work.hear(is_heard=work.has_heard)
-        work.frames.post(Kind.CLOSE, work.number)
+        work.frames.post(Frame.CLOSE, work.number)
 
 
 def _content(args: Sequence[object], kwargs: Mapping[str, object]) -> Content:

@@ -21,7 +21,7 @@ from ingress.serving.processes.crossing import read, unpickled_error, unreadable
 from ingress.serving.processes.frames import Buffers, FrameError, Frames, dumps, loads
 from ingress.serving.processes.messages import (
     RESPONSE_BODY,
-    Kind,
+    Frame,
     SendWindow,
     Taken,
     Waiters,
@@ -31,7 +31,7 @@ from ingress.serving.processes.messages import (
     unknown,
 )
 
-_CONTENTS: dict[int, str] = {Kind.DONE: "the result", Kind.ITEM: "an item of the stream"}
+_CONTENTS: dict[int, str] = {Frame.DONE: "the result", Frame.ITEM: "an item of the stream"}
 _MOST_ARRIVED = 4 * MAX_ITEMS  # the window, and complete responses, which count in none
 
 
@@ -50,44 +50,44 @@ class RemoteWork(Waiters):
         "has_heard", "is_over", "listen", "number", "value", "window",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, number: int, frames: Frames) -> None:
+    def __init__(self, kind: Frame, number: int, frames: Frames) -> None:
         self.number = number
         self.frames = frames
         self.call = CURRENT_CALL.get(None)
         self.window = SendWindow()
         self.is_over = self.has_heard = False
         # To another replica: no message of the client was taken for it.
-        self.can_move = kind != Kind.ASK
+        self.can_move = kind != Frame.ASK
         self.listen: Callable[[], None] = unasked
         self.value: object = None
         self.error: BaseException | None = None
         self._arrived: list[Any] = []  # messages of a response, or items
         self._size = 0  # of what has arrived, in bytes
-        self._taken = Taken(RESPONSE_BYTES) if kind == Kind.HTTP else Taken()
+        self._taken = Taken(RESPONSE_BYTES) if kind == Frame.HTTP else Taken()
         self.futures = ()
 
     def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:
         """Take a frame of the process that does the work."""
         try:
-            if kind == Kind.ANSWER:
+            if kind == Frame.ANSWER:
                 self._arrived += response_messages(content, buffers)
                 self.end()
-            elif kind == Kind.DONE:
+            elif kind == Frame.DONE:
                 self.end(loads(content, buffers) if content else None)
-            elif kind == Kind.FAILED:
+            elif kind == Frame.FAILED:
                 error = unpickled_error(content)
                 if isinstance(error, NotBegunError) and not self.can_move:
                     error = error.for_caller()
                 self.end(error=error)
-            elif kind == Kind.CREDIT:
+            elif kind == Frame.CREDIT:
                 self.window.give(content)
-            elif kind == Kind.HEARD:
+            elif kind == Frame.HEARD:
                 self.has_heard = True
                 if self.call is not None:
                     self.call.work.hear(is_heard=True)
-            elif kind == Kind.LISTEN:
+            elif kind == Frame.LISTEN:
                 self.listen()
-            elif kind == Kind.TRACE:
+            elif kind == Frame.TRACE:
                 if self.call is not None:
                     self.call.trace_id = trace_id_in(content)
             else:
@@ -96,21 +96,21 @@ class RemoteWork(Waiters):
             raise
         except Exception as problem:  # of user code, which reading may call
             self.fail(unreadable(_CONTENTS.get(kind, "the response"), problem))
-            if kind in (Kind.ANSWER, Kind.DONE):
+            if kind in (Frame.ANSWER, Frame.DONE):
                 self.end()
 
     def _add(self, kind: int, content: memoryview, buffers: Buffers) -> None:
         """Take a message of a response, a complete response, or an item."""
-        if kind == Kind.RESPONSE:
+        if kind == Frame.RESPONSE:
             self._arrived += response_messages(content, buffers)
         else:
             self._size += len(content) + sum(map(len, buffers))
-            if kind == Kind.CHUNK:
+            if kind == Frame.CHUNK:
                 body = bytes(content)
                 self._arrived.append({"type": RESPONSE_BODY, "body": body, "more_body": True})
-            elif kind == Kind.OUTPUT:
+            elif kind == Frame.OUTPUT:
                 self._arrived.append(message_of(content, buffers))
-            elif kind == Kind.ITEM:
+            elif kind == Frame.ITEM:
                 self._arrived.append(loads(content, buffers))
             else:
                 raise unknown(kind)
@@ -162,9 +162,9 @@ class RemoteWork(Waiters):
         call = self.call
         if isinstance(failure, asyncio.CancelledError) or (call and call.is_interrupted):
             reason = None if call is None else call.error
-            self.frames.post(Kind.CANCEL, self.number, b"" if reason is None else dumps(reason))
+            self.frames.post(Frame.CANCEL, self.number, b"" if reason is None else dumps(reason))
         else:  # its consumer takes no more
-            self.frames.post(Kind.CLOSE, self.number)
+            self.frames.post(Frame.CLOSE, self.number)
         await self.ended()
 
     async def ended(self) -> None:
@@ -203,14 +203,14 @@ class RemoteCall(asyncio.Future[None]):
 
     def on_frame(self, kind: int, content: memoryview, buffers: Buffers) -> None:
         """Take a frame of the process that does the work. Raises `FrameError`."""
-        if kind == Kind.DONE:
+        if kind == Frame.DONE:
             value, error = None, None
             try:
                 value = read("the result", content, buffers) if content else None
             except RayServeException as problem:
                 error = problem
             self.end(value, error)
-        elif kind == Kind.FAILED:
+        elif kind == Frame.FAILED:
             self.end(error=unpickled_error(content))
         else:
             raise unknown(kind)
@@ -227,5 +227,5 @@ class RemoteCall(asyncio.Future[None]):
         self.is_cancelled = True
         if self.number and not self.is_over:
             reason = self.call.error
-            self.frames.post(Kind.CANCEL, self.number, b"" if reason is None else dumps(reason))
+            self.frames.post(Frame.CANCEL, self.number, b"" if reason is None else dumps(reason))
         return True

@@ -79,7 +79,7 @@ def _returned(function: Callable[[Any], Any], scope: Scope) -> str:
     return short_key(key or "")
 
 
-class Line(OrderedDict[Call, float]):
+class KeyLine(OrderedDict[Call, float]):
     """The calls of one key and priority, since when each waits, and the slots of its turn."""
 
     __slots__ = ("credit",)
@@ -98,7 +98,7 @@ class FairCalls(WaitingCalls):
         """Take the calls of the queue before."""
         super().__init__(before._usual)
         # The keys of each priority, first the key whose turn it is.
-        self._lines: dict[int, OrderedDict[str, Line]] = {n: OrderedDict() for n in (0, 1, -1)}
+        self._lines: dict[int, OrderedDict[str, KeyLine]] = {n: OrderedDict() for n in (0, 1, -1)}
         self.sizes: Counter[str] = Counter()
         self._by_size: defaultdict[int, dict[str, None]] = defaultdict(dict)  # the other way round
         self.weigh(config)
@@ -120,7 +120,7 @@ class FairCalls(WaitingCalls):
         self._others = {n: self._turn(lines) for n, lines in self._lines.items() if lines}
         return super()._next_class()
 
-    def _turn(self, lines: OrderedDict[str, Line]) -> Line:
+    def _turn(self, lines: OrderedDict[str, KeyLine]) -> KeyLine:
         """Return the calls of the key whose turn it is.
 
         A turn ends when the next slot is free, not with its last slot: a key that comes meanwhile
@@ -136,7 +136,7 @@ class FairCalls(WaitingCalls):
     def next(self, now: float, shed: list[Shed]) -> Call | None:
         call = super().next(now, shed)
         # With the last call of a key, its turn has ended.
-        if call is not None and isinstance(line := self._class_of(call), Line):
+        if call is not None and isinstance(line := self._class_of(call), KeyLine):
             line.credit -= 1
         return call
 
@@ -145,7 +145,7 @@ class FairCalls(WaitingCalls):
             self._rate.restart(now)
         lines, key = self._lines[call.metadata.priority], call.metadata.fairness_key
         if key not in lines:
-            lines[key] = Line()
+            lines[key] = KeyLine()
             lines[key].credit = self._slots_of(key)
         lines[key][call] = now
         self._count(call, 1)

@@ -26,11 +26,10 @@ from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, NO_WORK, Call
 from ingress.core.calls.compat import cancel_once
 from ingress.core.calls.loops import run_on, running_loop
-from ingress.core.calls.notable import NOTABLE
 from ingress.core.calls.retries import NotBegunError
 from ingress.core.calls.tracing import TRACING, note_exemplar, trace_begin
 from ingress.core.execution import execution
-from ingress.core.execution.other_loop import note_other_loop
+from ingress.core.execution.errors import note_other_loop
 from ingress.exceptions import (
     DeploymentUnavailableError,
     ReplicaUnavailableError,
@@ -38,9 +37,9 @@ from ingress.exceptions import (
     needs_no_record,
 )
 from ingress.serving.replicas.admission import HELD, LATE_S, Admission
-from ingress.serving.replicas.ended_calls import note_end
 from ingress.serving.replicas.host import Host, HostCounts, OwnPart, gone_error
 from ingress.telemetry.logs.identity import name_records
+from ingress.telemetry.notable import NOTABLE, note_end
 from ingress.telemetry.watchdog import WATCHDOG
 
 MAX_ERROR_TYPES = 200  # pairs of route and type; user code may make types while it runs

@@ -46,10 +46,9 @@ from ingress.serving.replicas.admission import (
     Admission,
     AdmittingRunner,
 )
-from ingress.serving.replicas.choosing import Chooser, RoutedCalls, policy_of
+from ingress.serving.replicas.choosing import Chooser, RoutedCalls, TwoChoices, policy_of
 from ingress.serving.replicas.fairness import FairCalls, Fairness
 from ingress.serving.replicas.overload import Shed, UsualTimes, WaitingCalls
-from ingress.serving.replicas.two_choices import TwoChoices
 
 
 class Router:

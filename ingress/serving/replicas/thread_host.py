@@ -9,6 +9,7 @@ import asyncio
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -19,17 +20,36 @@ from ingress.app.asgi import BoundApp
 from ingress.context import ReplicaRuntime
 from ingress.core.base.counters import copied
 from ingress.core.calls.call import CURRENT_CALL, Call
-from ingress.core.calls.loops import BorrowedLoop, EventLoopThread, run_on
+from ingress.core.calls.loops import BorrowedLoop, EventLoopThread, NewLoop, new_event_loop, run_on
+from ingress.core.execution import execution
+from ingress.core.execution.execution import ExecutionPlan
 from ingress.core.execution.lane_pools import ReplicaPools
 from ingress.core.execution.lanes import RESERVED_THREADS, lanes_of
-from ingress.core.execution.threads import ANYIO_RESERVE, LoopExecutor
+from ingress.core.execution.threads import ANYIO_RESERVE, LoopExecutor, MakeThreads, WorkerThreads
 from ingress.serving.replicas.host import HostCounts, OwnPart
 from ingress.serving.replicas.models import Models
 from ingress.serving.replicas.replica import Replica
-from ingress.serving.replicas.replica_factories import UNOBSERVED, ReplicaFactories
 from ingress.serving.replicas.user_code import MakePlan, UserCode
 from ingress.telemetry.watchdog import WATCHDOG
 from ingress.telemetry.watchdog.stacks import Stack, context_of, value_in
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFactories:
+    """The factories of a replica's parts. Each takes the arguments of its default.
+
+    new_loop   the user loop, if it is the replica's own
+    threads    the threads of its pools, lanes and executor
+    plan       the plan of each callable
+    """
+
+    new_loop: NewLoop = new_event_loop
+    threads: MakeThreads = WorkerThreads
+    plan: Callable[..., ExecutionPlan] = execution.plan
+
+
+UNOBSERVED = ReplicaFactories()
+"""The defaults, for a replica without observers."""
 
 
 class ThreadHost:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import logging
 
-from ingress.telemetry.logs.failures import FAILURE as FAILURE
-from ingress.telemetry.logs.failures import log_failure as log_failure
+from ingress.telemetry.logs.formats import FAILURE as FAILURE
+from ingress.telemetry.logs.formats import log_failure as log_failure
 from ingress.telemetry.logs.identity import MAX_FIELD as MAX_FIELD
 from ingress.telemetry.logs.identity import RequestFilter as RequestFilter
 

@@ -3,6 +3,8 @@
 Clients and users choose parts of a message: a model id, a path, the text of an exception. None of
 it can begin a line that looks like another record, or steer a terminal: control characters are
 escaped, and a further line of a message that begins like a record is indented.
+
+The record of a failure has one traceback, without the frames of the server, and not long.
 """
 
 from __future__ import annotations
@@ -12,10 +14,16 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
+from traceback import walk_tb
 
+from ingress.core.base.foreign import attempt
+from ingress.core.base.libraries import is_ours
 from ingress.core.base.options import LOG_ATTRIBUTES
-from ingress.core.execution.unreadable import readable
-from ingress.telemetry.logs.identity import FIELDS, printable
+from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.core.execution.errors import readable, traceback_of
+from ingress.telemetry.logs.identity import FIELDS, RequestFilter, printable
+from ingress.telemetry.tracebacks import format_error
 
 _NOT_SHOWN = LOG_ATTRIBUTES | {"color_message", "skip_context_filter"}
 _FLATTENED = "ray_serve_extra_fields"
@@ -35,20 +43,22 @@ def tame(text: str) -> str:
 
 def message_of(record: logging.LogRecord) -> str:
     """Return the message of a record, also if its arguments do not fit. Never fails."""
-    try:
-        return record.getMessage()
-    except Exception as error:  # of a value's `__str__`, say; to log it here would not end
-        return f"{_plain(record.msg)} (its arguments do not fit: {_plain(error)})"
+    return attempt(
+        record.getMessage,
+        lambda error: f"{_plain(record.msg)} (its arguments do not fit: {_plain(error)})",
+    )
 
 
 def _plain(value: object) -> object:
     """Return a value that JSON has no type for in another way. Never fails."""
-    try:
+
+    def plain() -> object:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return dataclasses.asdict(value)
         return str(value)
-    except Exception as error:  # of the value's own code
-        return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+
+    name = type(value).__name__
+    return attempt(plain, lambda error: f"<{name} that cannot be shown: {type(error).__name__}>")
 
 
 def _dumped(fields: dict[str, object]) -> str:
@@ -158,10 +168,11 @@ def exception_of(formatter: logging.Formatter, record: logging.LogRecord) -> str
         return record.exc_text
     if not record.exc_info or record.exc_info[1] is None:
         return ""
-    try:
-        record.exc_text = formatter.formatException(record.exc_info)
-    except Exception:  # of an exception's own code
-        record.exc_text = f"{type(readable(record.exc_info[1])).__name__}: it cannot be shown"
+    info, error = record.exc_info, record.exc_info[1]
+    record.exc_text = attempt(
+        lambda: formatter.formatException(info),
+        lambda _: f"{type(readable(error)).__name__}: it cannot be shown",
+    )
     return record.exc_text
 
 
@@ -193,3 +204,61 @@ class AccessText(_Formatter):
             route, rest = f"\x1b[1m{route}\x1b[0m", [f"\x1b[2m{' '.join(rest)}\x1b[0m"]
         line = " ".join([*filter(None, head), route, status, *rest])
         return f"{prefix_of(record.levelname, colors=self._colors)} {line}"
+
+
+FAILURE = "Exception in ASGI application: request %s to %s, replica %s"
+"""Begins like uvicorn's own record of such a failure, which alerts may match."""
+
+_server_logger = logging.getLogger("uvicorn.error")
+_IDENTITY = RequestFilter()
+
+
+def _with_short_traceback(record: logging.LogRecord) -> bool:
+    """Give a record the text that a failed request has, for all handlers.
+
+    A record of this package, or of uvicorn about an error that passed through this package: of a
+    WebSocket, or of an app that is mounted in another one.
+    """
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    if error is not None and not record.exc_text:
+        frames = walk_tb(traceback_of(error))
+        if record.name == "ingress" or any(
+            is_ours(frame.f_code.co_filename) for frame, _ in frames
+        ):
+            record.exc_text = format_error(error)
+    return True
+
+
+for _name in ("ingress", "uvicorn.error"):
+    logging.getLogger(_name).addFilter(_with_short_traceback)
+
+
+def log_failure(call: Call, error: BaseException) -> None:
+    """Log the error that failed a request, once. The server does not get the error.
+
+    `exc_info` has the whole error, for handlers that read it; the printed text is `format_error`'s.
+    """
+    if _server_logger.isEnabledFor(logging.ERROR):
+        # In the request's context, because the user's filters may read it.
+        copy_context().run(_log_failure, call, error)
+
+
+def _log_failure(call: Call, error: BaseException) -> None:
+    CURRENT_CALL.set(call)
+    replica = "-"
+    if call.runner is not None:
+        call.runner.make_current()
+        replica = str(call.runner.replica_id)
+    record = _server_logger.makeRecord(
+        _server_logger.name,
+        logging.ERROR,
+        __file__,
+        0,
+        FAILURE,
+        (call.metadata.request_id, call.current_route(), replica),
+        (type(error), error, error.__traceback__),
+        "log_failure",
+    )
+    record.exc_text = format_error(error)
+    _IDENTITY.filter(record)
+    _server_logger.handle(record)

@@ -27,6 +27,8 @@ from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import Any
 
+from ingress.core.base.foreign import attempt
+
 logger = logging.getLogger("ingress")
 
 QUEUE_CHARACTERS = 8 * 2**20
@@ -184,10 +186,10 @@ class Sink:
 
 
 def _made(line: Line) -> Any:
-    try:
-        return line() if callable(line) else line
-    except Exception as error:  # of a formatter: the thread must go on
-        return f"a log line cannot be formatted: {type(error).__name__}"
+    if not callable(line):
+        return line
+    # Of any formatter: the thread must go on.
+    return attempt(line, lambda error: f"a log line cannot be formatted: {type(error).__name__}")
 
 
 def _to_descriptor(number: int) -> Callable[[list[str]], None]:

@@ -1,8 +1,9 @@
-"""Standard output and error of a server with `--log-format json`: one JSON object for each line.
+"""The logging of one process of `ingress run`, and its standard output and error.
 
-What user code prints, what Python writes about a warning or an exception, and what a library writes
-becomes the `message` of an object. A line that is a JSON object already stays as it is. Only writes
-past Python's `sys.stdout` and `sys.stderr`, such as those of C code, are not seen.
+With `--log-format json` each line is a JSON object. What user code prints, what Python writes about
+a warning or an exception, and what a library writes becomes the `message` of an object. A line that
+is a JSON object already stays as it is. Only writes past Python's `sys.stdout` and
+`sys.stderr`, such as those of C code, are not seen.
 
 Not an `io.TextIOWrapper`: all threads would share the beginning of one line, and a program that
 detaches the stream, or gives it another encoding, would break it for all others.
@@ -17,11 +18,14 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from ingress.config import LoggingConfig
 from ingress.telemetry.logs.formats import JSONFormatter
-from ingress.telemetry.logs.handlers import Printer
+from ingress.telemetry.logs.handlers import Printer, act_on_options
+from ingress.telemetry.logs.options import ACCESS, LOGS
 from ingress.telemetry.logs.sinks import STDERR, STDOUT, Sink, at_exit
 
 LONGEST = 64 * 1024  # characters of a text without a line break that wait for one
@@ -204,3 +208,28 @@ def _log_thread_end(ended: threading.ExceptHookArgs) -> None:
     if ended.exc_value is not None and not issubclass(ended.exc_type, SystemExit):
         found = (ended.exc_type, ended.exc_value, ended.exc_traceback)
         logger.error("the thread %s ended with an error", name, exc_info=found)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLogs:
+    """The logging of a process, as its command line and its file want it.
+
+    `is_logged` says whether requests are. `prints` is false with `--log-config`: then the handlers
+    are those of that file, and requests are logged if it has a handler for `ingress.access`.
+    """
+
+    config: LoggingConfig = field(default_factory=LoggingConfig)
+    is_logged: bool = True
+    prints: bool = True
+
+    def adopt(self) -> None:
+        """Act on the options in this process, before it imports the application."""
+        LOGS.has_handlers = self.prints
+        LOGS.is_logged = self.is_logged and bool(logging.getLogger(ACCESS).handlers)
+        LOGS.set_process(self.config)
+        act_on_options()
+        if self.prints:
+            # For the user's own loggers, as long as the program gives them no handlers.
+            logging.lastResort = Printer(level=logging.WARNING)
+        if self.config.encoding == "JSON":
+            write_json()

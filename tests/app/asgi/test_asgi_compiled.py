@@ -49,7 +49,7 @@ from starlette.types import Receive, Scope, Send
 
 from ingress.app.asgi import compiled, ingress, rendering
 from ingress.app.asgi.apps import BoundRoutes
-from ingress.app.asgi.chunks import parts_of
+from ingress.app.asgi.messages import parts_of
 from ingress.app.asgi.replica_app import ASGI
 from ingress.app.asgi.routes import served_routes
 from tests.asgi_helpers import Deployment, bound, json_of, serve

@@ -1,4 +1,4 @@
-"""`ingress.app.asgi.streams`: pauses, errors and disconnects between the items of a generator.
+"""`ingress.app.asgi.rendering`: pauses, errors and disconnects between the items of a generator.
 
 `test_asgi_compiled` compares the bytes with FastAPI's, for each shape of `tests.shapes`. Here a
 stream waits, fails half-way, is read slowly, or loses its client.

@@ -1,4 +1,4 @@
-"""`ingress.app.asgi.unbound`: an app that is served without its deployment says what to serve."""
+"""`app.asgi.unserved_routes`: an app that is served without its deployment says what to serve."""
 
 from __future__ import annotations
 

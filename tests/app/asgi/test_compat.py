@@ -16,7 +16,7 @@ import pytest
 import starlette
 from starlette.types import Message
 
-from ingress.app.asgi.known import FILE, STOOD_IN_FOR, fingerprint
+from ingress.app.asgi.compat import FILE, STOOD_IN_FOR, fingerprint
 from ingress.serving.http.uvicorn_connection import send_chunks, shorten
 from tests.servers import ROOT
 

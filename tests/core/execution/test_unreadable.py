@@ -1,4 +1,4 @@
-"""`ingress.core.execution.unreadable`: errors of user code are safe to inspect."""
+"""`ingress.core.execution.errors`: errors of user code are safe to inspect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ingress.core.execution.unreadable import readable
+from ingress.core.execution.errors import readable
 from ingress.exceptions import UnreadableError
 from tests.containment_app import HOSTILE, hostile
 

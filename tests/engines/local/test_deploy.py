@@ -15,8 +15,8 @@ import yaml
 from fastapi import FastAPI, Request
 
 import ingress as serve
-from ingress.app.config_file.checking import checked
 from ingress.app.config_file.loading import ConfigFile
+from ingress.app.config_file.models import checked
 from ingress.app.config_file.reading import parse
 from ingress.cli.control_commands import stop
 from ingress.core.base.settings import RUNTIME_DIR

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ingress.serving.control.plan import (
-    Action,
+    Act,
     ActionKind,
     Desired,
     Fact,
@@ -25,15 +25,15 @@ def serving(*numbers: int, **marks: int | bool) -> list[Fact]:
     return [Fact(number, Phase.SERVING, **marks) for number in numbers]  # type: ignore[arg-type]
 
 
-def actions(desired: Desired, facts: list[Fact], now: float = 0.0, **more: float) -> list[Action]:
+def actions(desired: Desired, facts: list[Fact], now: float = 0.0, **more: float) -> list[Act]:
     return decide(desired, Observed(facts, **more), now)  # type: ignore[arg-type]
 
 
-START = Action(ActionKind.START)
+START = Act(ActionKind.START)
 
 
-def drop(*numbers: int) -> list[Action]:
-    return [Action(ActionKind.DROP, number) for number in numbers]
+def drop(*numbers: int) -> list[Act]:
+    return [Act(ActionKind.DROP, number) for number in numbers]
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,20 @@ def drop(*numbers: int) -> list[Action]:
         (Desired(1, version=2), [Fact(0, Phase.STARTING, 1)], [*drop(0), START]),
         (Desired(1), serving(0, is_ill=True), [START]),
         (Desired(1), [*serving(0, is_ill=True), *serving(1)], drop(0)),
-        (Desired(1), serving(0, is_stuck=True), [Action(ActionKind.PARK, 0), START]),
+        (Desired(1), serving(0, is_stuck=True), [Act(ActionKind.PARK, 0), START]),
         (Desired(1), serving(0, is_lost=True), [*drop(0), START]),
         (Desired(1), [Fact(0, Phase.PARKED, is_stuck=True), *serving(1)], []),
         (
             Desired(1),
             [Fact(0, Phase.PARKED), *serving(1)],
-            [Action(ActionKind.RETURN, 0), *drop(1)],
+            [Act(ActionKind.RETURN, 0), *drop(1)],
         ),
         (
             Desired(1),
             [Fact(0, Phase.PARKED, is_stuck=True), *serving(1, is_stuck=True)],
-            [Action(ActionKind.PARK, 1)],
+            [Act(ActionKind.PARK, 1)],
         ),
-        (Desired(2, config=1), serving(0, 1), [Action(ActionKind.RECONFIGURE, 0)]),
+        (Desired(2, config=1), serving(0, 1), [Act(ActionKind.RECONFIGURE, 0)]),
         (Desired(2, config=1), [Fact(0, Phase.AWAY), *serving(1)], []),
         (Desired(1), [Fact(0, Phase.STARTING), Fact(1, Phase.STARTING)], drop(1)),
         (Desired(1), [Fact(0, Phase.LEAVING)], [START]),
@@ -77,7 +77,7 @@ def drop(*numbers: int) -> list[Action]:
             [],
         ),
         (Desired(1), [Fact(0, Phase.AWAY, is_lost=True)], [*drop(0), START]),
-        (Desired(1), [Fact(0, Phase.AWAY, is_stuck=True)], [Action(ActionKind.PARK, 0), START]),
+        (Desired(1), [Fact(0, Phase.AWAY, is_stuck=True)], [Act(ActionKind.PARK, 0), START]),
         (Desired(1, version=1), [Fact(0, Phase.AWAY)], [START]),
         (Desired(1, version=1), [Fact(0, Phase.AWAY), *serving(1, version=1)], drop(0)),
         (Desired(1), [Fact(0, Phase.AWAY), *serving(1)], drop(0)),
@@ -98,7 +98,7 @@ def drop(*numbers: int) -> list[Action]:
         "before the end none is replaced", "but one that is missing starts",
     ],
 )  # fmt: skip
-def test_one_decision(desired: Desired, facts: list[Fact], expected: list[Action]) -> None:
+def test_one_decision(desired: Desired, facts: list[Fact], expected: list[Act]) -> None:
     assert actions(desired, facts) == expected
 
 
@@ -179,7 +179,7 @@ class World:
     def _away(self) -> int:
         return sum(each.phase is Phase.AWAY for each in self.facts.values())
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: Act) -> None:
         number = action.number
         if number is None:
             number, self.next_number = self.next_number, self.next_number + 1

@@ -9,8 +9,7 @@ from typing import Any
 
 from ingress.core.base.types import DeploymentID
 from ingress.core.calls.channel import Channel
-from ingress.serving.http.reply import Reply
-from ingress.serving.http.stream_turns import LARGE, TURN, stream_turns
+from ingress.serving.http.reply import LARGE, TURN, Reply, stream_turns
 from ingress.serving.replicas.router import Router
 from tests.fakes import make_call
 

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 import ingress as serve
-from ingress.serving.http.asgi_messages import WEBSOCKET_BYTES, WEBSOCKET_MESSAGES
+from ingress.app.asgi.messages import WEBSOCKET_BYTES, WEBSOCKET_MESSAGES
 from ingress.serving.http.reply import HEARING_S
 from ingress.testing import Latch
 from tests.programs import UVICORN, environment, process, write_module

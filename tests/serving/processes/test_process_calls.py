@@ -28,7 +28,7 @@ from ingress.engines import local_engine
 from ingress.exceptions import RayServeException, ReplicaUnavailableError, UserCodeExit
 from ingress.serving.processes.frames import HEAD, Frames
 from ingress.serving.processes.link import Link
-from ingress.serving.processes.messages import Kind
+from ingress.serving.processes.messages import Frame
 from tests.large_app import holdings
 from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation, limit_descriptors
@@ -392,7 +392,7 @@ def test_only_the_call_that_is_alone_in_a_child_is_sent_at_once() -> None:
         link = Link(replica_id, __name__, no, on_report=no, on_end=no, on_lost=no)
         link._frames = frames
         for _ in range(2):
-            link.send(Kind.ASK, b"content")
+            link.send(Frame.ASK, b"content")
 
     now, rest = in_two_turns(ask_twice)
     assert len(now) == len(rest) == HEAD.size + len(b"content")

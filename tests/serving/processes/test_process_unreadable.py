@@ -14,7 +14,7 @@ import pytest
 import ingress as serve
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
-from ingress.serving.processes.output import Output
+from ingress.serving.processes.output import ChildOutput
 from tests import process_attacks_app as attacks
 from tests.process_attacks import asked
 from tests.servers import PATIENCE_S, forking
@@ -190,7 +190,7 @@ def test_a_log_record_without_an_end_is_passed_on_as_text(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     (out, stdout), (err, stderr) = os.pipe(), os.pipe()
-    output = Output("mark", {"deployment": "Model", "replica": "0"})
+    output = ChildOutput("mark", {"deployment": "Model", "replica": "0"})
     thread = threading.Thread(
         target=output.pass_on, args=(1, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0))
     )

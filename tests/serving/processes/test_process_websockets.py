@@ -18,8 +18,8 @@ import ingress as serve
 from tests.servers import PATIENCE_S, bind, forking, served, wait_until
 
 app = FastAPI()
-Kind: TypeAlias = Literal["thread", "process"]
-KINDS: tuple[Kind, ...] = ("thread", "process")
+Frame: TypeAlias = Literal["thread", "process"]
+KINDS: tuple[Frame, ...] = ("thread", "process")
 
 
 @serve.deployment
@@ -85,8 +85,8 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
+def kind(request: pytest.FixtureRequest) -> Frame:
+    found: Frame = request.param
     return found
 
 
@@ -94,12 +94,12 @@ def open_socket(port: int, path: str) -> ClientConnection:
     return connect(f"ws://127.0.0.1:{port}/{path}", proxy=None, close_timeout=1)
 
 
-def seen(port: int, kind: Kind) -> list[str]:
+def seen(port: int, kind: Frame) -> list[str]:
     found: list[str] = httpx.get(f"http://127.0.0.1:{port}/{kind}/seen").json()
     return found
 
 
-def test_a_websocket_is_refused_with_the_users_response(port: int, kind: Kind) -> None:
+def test_a_websocket_is_refused_with_the_users_response(port: int, kind: Frame) -> None:
     with pytest.raises(InvalidStatus) as refused:
         open_socket(port, f"{kind}/denies")
 
@@ -107,7 +107,7 @@ def test_a_websocket_is_refused_with_the_users_response(port: int, kind: Kind) -
     assert refused.value.response.body == b'{"why":"full"}'
 
 
-def test_a_handler_that_only_sends_is_told_by_send(port: int, kind: Kind) -> None:
+def test_a_handler_that_only_sends_is_told_by_send(port: int, kind: Frame) -> None:
     before = len(seen(port, kind))
     with open_socket(port, f"{kind}/sends") as client:
         client.recv(timeout=PATIENCE_S)
@@ -118,7 +118,7 @@ def test_a_handler_that_only_sends_is_told_by_send(port: int, kind: Kind) -> Non
     assert seen(port, kind)[before:] == told
 
 
-def test_a_handler_that_neither_sends_nor_receives_is_cancelled(port: int, kind: Kind) -> None:
+def test_a_handler_that_neither_sends_nor_receives_is_cancelled(port: int, kind: Frame) -> None:
     before = len(seen(port, kind))
     with open_socket(port, f"{kind}/idles"):
         pass
@@ -127,7 +127,7 @@ def test_a_handler_that_neither_sends_nor_receives_is_cancelled(port: int, kind:
     wait_until(lambda: seen(port, kind)[before:] == ["cancelled"], timeout_s=3)
 
 
-def test_a_handler_that_has_heard_may_clean_up(port: int, kind: Kind) -> None:
+def test_a_handler_that_has_heard_may_clean_up(port: int, kind: Frame) -> None:
     before = len(seen(port, kind))
     with open_socket(port, f"{kind}/cleans"):
         pass
@@ -136,7 +136,7 @@ def test_a_handler_that_has_heard_may_clean_up(port: int, kind: Kind) -> None:
 
 
 @pytest.mark.usefixtures("port")
-def test_a_handler_may_send_while_its_application_stops(kind: Kind) -> None:
+def test_a_handler_may_send_while_its_application_stops(kind: Frame) -> None:
     port = served(bind(Api.options(isolation=kind)), "stopping", "/stopping")
     with open_socket(port, "stopping/parts") as client:
         assert client.recv(timeout=PATIENCE_S) == "begun"

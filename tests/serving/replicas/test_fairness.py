@@ -25,7 +25,7 @@ from ingress.core.calls.call import Call
 from ingress.core.calls.retries import NotBegunError
 from ingress.engines import local_engine
 from ingress.exceptions import BackPressureError
-from ingress.serving.replicas.fairness import FairCalls, Fairness, Line
+from ingress.serving.replicas.fairness import FairCalls, Fairness, KeyLine
 from ingress.serving.replicas.overload import MIN_SAMPLES, Shed, UsualTimes, WaitingCalls
 from ingress.serving.replicas.router import Router
 from ingress.testing import Latch
@@ -247,7 +247,7 @@ def test_expired_calls_of_any_number_of_keys_leave_nothing_behind() -> None:
     gc.collect()
 
     assert (router.num_queued, router.queued_by_key(9)) == (0, {})
-    assert not any(type(each) is Line for each in gc.get_objects())
+    assert not any(type(each) is KeyLine for each in gc.get_objects())
 
 
 def test_most_keys_are_counted_as_one() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingress.serving.replicas.two_choices import TwoChoices
+from ingress.serving.replicas.choosing import TwoChoices
 
 CHOICES = TwoChoices()
 DRAWS = 60  # of two candidates, in either order: one that is never drawn by then has 1 in 2 ** 60

@@ -1,11 +1,46 @@
-"""ASGI messages: their size, chunks of a body, the request id, and WebSocket close codes."""
+"""ASGI messages: their size, chunks that travel together, the request id, and close codes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.types import Message, Send
 
-from ingress.app.asgi.chunks import parts_of
 from ingress.core.calls.channel import MAX_BYTES, Channel
+
+
+class Chunks(bytes):
+    """The bytes of several chunks. To middleware they are one chunk; the server sends `parts`."""
+
+    parts: Sequence[bytes]
+
+    @classmethod
+    def of(cls, parts: Sequence[bytes]) -> bytes:
+        """Return the chunks as one value, which is the chunk itself if there is only one."""
+        if len(parts) == 1:
+            return parts[0]
+        chunks = cls(b"".join(parts))
+        chunks.parts = parts
+        return chunks
+
+
+def parts_of(body: bytes) -> Sequence[bytes]:
+    """Return the chunks of a body, one if it was made as one."""
+    return body.parts if type(body) is Chunks else (body,)
+
+
+def with_bytes(message: Message) -> Message:
+    """Return a copy of a message, with its content copied to bytes unless that is bytes.
+
+    User code may use the message and its buffer again before the server has sent the content.
+    """
+    copy = {**message}
+    for name in ("body", "bytes"):
+        content = message.get(name)
+        if content is not None and type(content) is not bytes and type(content) is not Chunks:
+            copy[name] = bytes(memoryview(content))  # `bytes` of a number makes zeros
+    return copy
+
 
 WEBSOCKET_MESSAGES = 32  # in each direction
 WEBSOCKET_BYTES = 1024 * 1024

@@ -1,4 +1,4 @@
-"""Errors of user code that raise another error when their attributes are read.
+"""Errors of user code: those that cannot be read, and those of objects of another event loop.
 
 Python, Starlette, AnyIO, uvicorn and `logging` read an error's attributes: in `isinstance`, to
 print the error, to find its cause. If that raises, it raises in their code, not in user code: a
@@ -92,3 +92,31 @@ def _stand_in(error: BaseException) -> UnreadableError:
         link.__set__(made, link.__get__(error))
     _SUPPRESSES.__set__(made, _SUPPRESSES.__get__(error))
     return made.with_traceback(traceback_of(error))
+
+
+OTHER_LOOP = (
+    "An object that belongs to another event loop was used: each replica has a loop of its own. "
+    "Create it in __init__ or in the lifespan, or let the replicas share one loop: "
+    '@serve.deployment(loop="shared"). See docs/async-objects.md.'
+)
+_CAUSES = 8  # looked at: causes may form a cycle
+_TEXTS = ("different event loop", "different loop")
+
+
+def note_other_loop(error: BaseException) -> None:
+    """Add the note to an error that asyncio raised for an object of another loop, or its cause."""
+    each: BaseException | None = error
+    for _ in range(_CAUSES):
+        if each is None:
+            return
+        text = each.args[0] if isinstance(each, RuntimeError) and each.args else ""
+        if isinstance(text, str) and any(part in text for part in _TEXTS):
+            if not is_noted(error):
+                error.add_note(OTHER_LOOP)
+            return
+        each = each.__cause__ or each.__context__
+
+
+def is_noted(error: BaseException) -> bool:
+    """Return whether an error has the note."""
+    return OTHER_LOOP in getattr(error, "__notes__", ())
