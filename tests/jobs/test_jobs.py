@@ -536,6 +536,15 @@ def unknown_class(given: object) -> Any:
     return Bad
 
 
+def static_handler() -> Any:
+    class Bad:
+        @staticmethod
+        @task_handler
+        def work(number: int) -> None: ...
+
+    return Bad
+
+
 CONFIG: dict[str, Any] = {"queue_name": "q"}
 NO_QUEUE: dict[str, Any] = {}
 
@@ -563,6 +572,7 @@ NO_FOLDER = SQLiteAdapterConfig(path="/no/such/jobs.db")
         (lambda: consumer(dict, "q"), "must be a TaskProcessorConfig"),
         (lambda: consumer(dict), "no method with @task_handler"),
         (lambda: consumer(unknown_class(None)), "'request' of the task handler"),
+        (lambda: consumer(static_handler()), "work is a staticmethod, which is no method"),
         (
             lambda: adapter(adapter_config={"broker_url": "x"}),
             "adapter_config must be a CeleryAdapterConfig or a SQLiteAdapterConfig",
