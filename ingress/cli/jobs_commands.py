@@ -88,9 +88,11 @@ def retry(
 
     [dim]ingress jobs retry --state dead --queue documents[/dim]
     """
-    if (id is None) == (state is None):
+    if (id is None) == (state is None) or state in (State.WAITING, State.RUNNING, State.DONE):
         raise refusal("give either the id of a job, or --state dead, unreadable or cancelled")
     number = _asked(name, pid, "retry", queue=queue, id=id, state=state)["number"]
+    if id is not None and not number:
+        raise refusal(f"{id!r} is no job that was given up or cancelled")
     typer.echo(f"jobs that run again: {number}")
 
 

@@ -53,6 +53,11 @@ def handlers_of(cls: type) -> dict[str, Handler]:
     found: dict[str, Handler] = {}
     for method in dir(cls):
         func = inspect.getattr_static(cls, method)
+        if isinstance(func, staticmethod | classmethod) and hasattr(func.__func__, TASK):
+            raise TypeError(
+                f"the task handler {cls.__qualname__}.{method} is a {type(func).__name__}, which "
+                f"is no method of a replica; remove @{type(func).__name__}, and give it self"
+            )
         if (name := getattr(func, TASK, None)) is None:
             continue
         if name in found:

@@ -147,18 +147,18 @@ class QueueConsumer:
         self._looking = loop.create_task(self._look_on())
 
     async def _close(self, timeout_s: float) -> None:
-        if self._tasks:
-            _, late = await asyncio.wait(list(self._tasks), timeout=timeout_s / 2)
-            for task in late:  # code that does not stop: its job runs again elsewhere
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=timeout_s / 2)
-        if self._looking is not None:
-            self._looking.cancel()
+        if (looking := self._looking) is None:
+            return
+        # It ends after the last job. It is not cancelled: it may be about to take jobs, which would
+        # stay with this process and never run.
+        await asyncio.wait([looking], timeout=timeout_s / 2)
+        for task in list(self._tasks):  # code that does not stop: its job runs again elsewhere
+            task.cancel()
+        await asyncio.wait([looking], timeout=timeout_s / 2)
 
     async def _look_on(self) -> None:
         loop, tick_at, has_failed = asyncio.get_running_loop(), 0.0, False
-        while self._running or not self._is_stopping:  # while it drains, jobs may be cancelled
+        while self._tasks or not self._is_stopping:  # while it drains, jobs may be cancelled
             self._woken.clear()
             pause_s = TICK_S
             try:
@@ -209,7 +209,7 @@ class QueueConsumer:
             self._running[job.seq] = None
             task = loop.create_task(self._run(job))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._has_ended)
         for seq in cancelled:
             if seq in self._running and seq not in self._cancelled:
                 self._cancelled.add(seq)
@@ -245,6 +245,9 @@ class QueueConsumer:
             except TaskQueueError as error:
                 logger.error("the end of the job %s is not written yet: %s", job.id, error)
                 await asyncio.sleep(TICK_S)
+
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         self._woken.set()
 
     async def _outcome(self, job: Job) -> Outcome:

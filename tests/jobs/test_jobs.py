@@ -397,6 +397,32 @@ def test_an_update_runs_the_jobs_by_its_own_handlers(jobs: Jobs) -> None:
     assert jobs.run("which").result == 2
 
 
+def test_updates_and_stops_lose_no_job_that_is_just_taken(jobs: Jobs) -> None:
+    class Quick:
+        @task_handler
+        async def quick(self) -> None:
+            pass
+
+    jobs.deploy(Quick)
+    adapter, is_over, ids = jobs.adapter, threading.Event(), []
+
+    def feed() -> None:
+        while not is_over.is_set():
+            ids.append(adapter.enqueue_task_sync("quick").id)
+
+    with ThreadPoolExecutor(2) as pool:
+        fed = [pool.submit(feed) for _ in range(2)]
+        for number in range(20):
+            if number % 2:
+                serve.delete("default")
+            jobs.deploy(type("Quick", (Quick,), {}))
+        is_over.set()
+        for each in fed:
+            each.result()
+    for id in ids:
+        jobs.end(id)
+
+
 def test_a_result_that_is_no_json_is_given_up_at_once(jobs: Jobs) -> None:
     class Objects:
         @task_handler
@@ -510,6 +536,15 @@ def unknown_class(given: object) -> Any:
     return Bad
 
 
+def static_handler() -> Any:
+    class Bad:
+        @staticmethod
+        @task_handler
+        def work(number: int) -> None: ...
+
+    return Bad
+
+
 CONFIG: dict[str, Any] = {"queue_name": "q"}
 NO_QUEUE: dict[str, Any] = {}
 
@@ -537,6 +572,7 @@ NO_FOLDER = SQLiteAdapterConfig(path="/no/such/jobs.db")
         (lambda: consumer(dict, "q"), "must be a TaskProcessorConfig"),
         (lambda: consumer(dict), "no method with @task_handler"),
         (lambda: consumer(unknown_class(None)), "'request' of the task handler"),
+        (lambda: consumer(static_handler()), "work is a staticmethod, which is no method"),
         (
             lambda: adapter(adapter_config={"broker_url": "x"}),
             "adapter_config must be a CeleryAdapterConfig or a SQLiteAdapterConfig",

@@ -44,6 +44,8 @@ def test_jobs_are_seen_and_changed_from_outside(tmp_path: Path) -> None:
         assert "there: 'jobs'" in told("list", "--queue", "other")
         assert "is no job that waits or runs" in told("cancel", unreadable)
         assert "give either the id of a job, or --state" in told("retry")
+        assert "give either the id of a job, or --state" in told("retry", "--state", "running")
+        assert "'no such' is no job that was given up" in told("retry", "no such")
         assert "jobs that run again: 1" in told("retry", "--state", "unreadable")
         assert f"cancelled {running}" in told("cancel", running)
         wait_until(lambda: httpx.get(f"{url}/jobs/{running}").json()["status"] == "REVOKED")

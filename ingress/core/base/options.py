@@ -283,10 +283,11 @@ LaneLimits = Annotated[
 KeyWeights = Annotated[
     dict[str, float],
     _must_be(
-        "a dict from fairness keys to their weights, such as {'gold': 4}; a weight is a number > 0",
+        "a dict from fairness keys to their weights, such as {'gold': 4}; a weight is a number "
+        "from 0.001 to 1000",
         lambda v: (
             isinstance(v, dict)
-            and all(isinstance(k, str) and is_number(w) and w > 0 for k, w in v.items())
+            and all(isinstance(k, str) and is_number(w) and 1e-3 <= w <= 1e3 for k, w in v.items())
         ),
     ),
     AfterValidator(lambda v: {short_key(key): weight for key, weight in v.items()}),

@@ -207,9 +207,12 @@ async def _send_error(
     """Tell the client that its request failed. Returns False if the error must be logged too."""
     if not reply.is_http:
         reason = refusal_of(error)
-        if reason is not None:
+        if reason is None:
+            return False
+        # A server answers `websocket.close` with 403, which no client tries again.
+        if "websocket.http.response" not in scope.get("extensions", {}):
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason})
-        return reason is not None
+            return True
     response = error_response(error, of_app=reply.router.bound_app is not None)
     response = allowing_origin(reply.router.app, reply.call.metadata.route, scope, response)
     reply.status = response.status_code

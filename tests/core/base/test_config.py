@@ -208,7 +208,8 @@ def test_user_config_is_recorded_as_it_was() -> None:
             {"fairness_config": {"weights": {"gold": 0}}},
             "weights must be a dict from fairness keys to their weights, such as {'gold': 4}; a we",
         ),
-        ({"fairness_config": {"weights": {"gold": -1}}}, "a weight is a number > 0, got"),
+        ({"fairness_config": {"weights": {"gold": -1}}}, "a weight is a number from 0.001 to 1000"),
+        ({"fairness_config": {"weights": {"gold": 1e308}}}, "a number from 0.001 to 1000, got"),
         ({"fairness_config": {"weights": {1: 1}}}, "a dict from fairness keys to their weights"),
         (
             {"fairness_config": {"max_queued_per_key": 0}},

@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -128,10 +129,10 @@ class Handlers:
             self.seen.append(gone.code)
 
 
-def application(handlers: Handlers, replicas: int = 1) -> serve.Application:
+def application(handlers: Handlers, replicas: int = 1, **options: Any) -> serve.Application:
     app = FastAPI()
 
-    @serve.deployment(num_replicas=replicas)
+    @serve.deployment(num_replicas=replicas, **options)
     @serve.ingress(app)
     class Sockets:
         @app.websocket("/{name}")
@@ -186,6 +187,23 @@ def test_a_handler_that_does_not_accept_is_a_refused_handshake(
 
     assert refused.value.response.status_code == status
     wait_until(lambda: ongoing() == 0)
+
+
+def test_a_handshake_at_a_full_queue_is_told_when_to_come_again(handlers: Handlers) -> None:
+    limits = {"max_ongoing_requests": 1, "max_queued_requests": 1}
+    port = served(application(handlers, **limits, backpressure_config={"retry_after_s": 3}))
+
+    def come_and_go() -> None:
+        with open_socket(port, "/hears"):
+            pass
+
+    with ThreadPoolExecutor() as threads, open_socket(port, "/hears"):
+        others = [threads.submit(come_and_go) for _ in range(2)]
+        refused = next(as_completed(others, PATIENCE_S)).exception()
+
+    assert isinstance(refused, InvalidStatus)
+    assert refused.response.status_code == 503, "a client would not try again after 403"
+    assert refused.response.headers["retry-after"] == "3"
 
 
 ENDS: dict[str, tuple[Any, int]] = {
