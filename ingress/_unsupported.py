@@ -12,6 +12,7 @@ every sentence reaches the user.
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -209,15 +210,21 @@ def explain_imports() -> None:
         sys.meta_path.append(AbsentModules)
 
 
-def teller(module: str) -> Callable[[str], Any]:
+def teller(module: str, at_first_use: Mapping[str, str] = {}) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, which raises `AttributeError` with advice.
 
     The module becomes a package without modules: only then `from module import name` asks a finder.
+    `at_first_use` are names that it has, each with the module that is imported for it.
     """
     advice = _advice_on(module)
     vars(sys.modules[module]).setdefault("__path__", [])
 
     def __getattr__(name: str) -> Any:
+        if source := at_first_use.get(name):
+            found = importlib.import_module(source)
+            value = found if source == f"{module}.{name}" else getattr(found, name)
+            setattr(sys.modules[module], name, value)
+            return value
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}{_told(advice, name)}",
             name=name,

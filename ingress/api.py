@@ -20,10 +20,8 @@ from ingress.core.base.ctrl_c import without_traceback
 from ingress.core.base.settings import TRACING, export
 from ingress.core.base.signals import Stopped, StopSignals
 from ingress.engines import current_engine
-from ingress.engines.views import use_views
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
-from ingress.observe import engine_views
 from ingress.schema import ApplicationStatus, ServeStatus
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.telemetry.watchdog import WATCHDOG, Stall
@@ -32,8 +30,6 @@ logger = logging.getLogger("ingress")
 
 Chosen = TypeVar("Chosen", HTTPOptions, LoggingConfig)
 T = TypeVar("T")
-
-use_views(engine_views)  # engines import no view
 
 _LOGGING_EXAMPLE = "serve.LoggingConfig(log_level='DEBUG')"
 LAME_DUCK_S = 0.2  # seconds between the signal and the refusal of new requests

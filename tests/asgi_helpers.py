@@ -10,7 +10,8 @@ from typing import Any
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ingress.app.asgi import BoundApp, IngressSpec, ReplicaApp
+from ingress.app.asgi.replica_app import ReplicaApp
+from ingress.app.asgi.spec import BoundApp, IngressSpec
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.core.calls.loops import BorrowedLoop

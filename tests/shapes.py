@@ -51,7 +51,7 @@ from fastapi.security import (
 from pydantic import AfterValidator, BaseModel, Field, Json, field_validator
 from starlette.requests import HTTPConnection
 
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 
 if hasattr(fastapi.routing, "EventSourceResponse"):
     from fastapi.sse import EventSourceResponse, ServerSentEvent

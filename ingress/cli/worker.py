@@ -34,7 +34,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ingress.api import LAME_DUCK_S, RunTarget, run
-from ingress.app.asgi import log_if_not_callable
+from ingress.app.asgi.unserved_routes import log_if_not_callable
 from ingress.app.config_file.difference import changed_names
 from ingress.app.config_file.loading import ConfigFile
 from ingress.app.config_file.reading import ConfigFileError

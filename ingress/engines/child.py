@@ -19,7 +19,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
-from ingress.app.asgi import bound_app_of
+from ingress.app.asgi.spec import bound_app_of
 from ingress.app.declaration.build import fill
 from ingress.core.base.settings import Settings, take_pinned_cpus
 from ingress.core.base.types import DeploymentID

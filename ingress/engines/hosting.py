@@ -45,7 +45,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from ingress.app.asgi import log_if_not_callable
+from ingress.app.asgi.unserved_routes import log_if_not_callable
 from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application
 from ingress.context import REPLICA, AppLifespan

@@ -12,7 +12,7 @@ from functools import partial
 from time import monotonic
 from types import FunctionType
 
-from ingress.app.asgi import users_app_of
+from ingress.app.asgi.spec import users_app_of
 from ingress.app.declaration.build import BuiltApplication, with_logging
 from ingress.app.declaration.cluster_options import build_here
 from ingress.app.declaration.declaration import Application

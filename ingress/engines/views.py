@@ -51,7 +51,7 @@ _views: Views
 
 
 def use_views(views: Views) -> None:
-    """Set the views of the room above: `ingress.api` does."""
+    """Set the views of the room above: the package does, when it is imported."""
     global _views
     _views = views
 

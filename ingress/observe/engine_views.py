@@ -1,4 +1,4 @@
-"""The views that engines start: `ingress.api` registers this module.
+"""The views that engines start: the package registers this module when it is imported.
 
 Each is imported at its first use: a process without a listener or a recording has none of their
 code.

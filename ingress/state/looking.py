@@ -29,7 +29,7 @@ ANSWER_S = 0.3  # for the answers of all children together
 
 @dataclass(slots=True)
 class Look:
-    """The state of a process now. `slowest` and `failed` are calls of `calls.notable`."""
+    """The state of a process now. `slowest` and `failed` are calls of `telemetry.notable`."""
 
     snapshot: Snapshot
     replicas: list[ReplicaNow]

@@ -32,28 +32,3 @@ Acceleration:
 
 Only these modules touch FastAPI's route internals.
 """
-
-from ingress.app.asgi.methods import is_read_by_fastapi
-from ingress.app.asgi.parts import Part
-from ingress.app.asgi.replica_app import ASGI, ReplicaApp
-from ingress.app.asgi.routes import RouteInfo
-from ingress.app.asgi.spec import BoundApp, IngressSpec, bound_app_of, ingress, users_app_of
-from ingress.app.asgi.template import RouteTemplates, route_below, route_template
-from ingress.app.asgi.unserved_routes import log_if_not_callable
-
-__all__ = [
-    "ASGI",
-    "BoundApp",
-    "IngressSpec",
-    "Part",
-    "ReplicaApp",
-    "RouteInfo",
-    "RouteTemplates",
-    "bound_app_of",
-    "ingress",
-    "is_read_by_fastapi",
-    "log_if_not_callable",
-    "route_below",
-    "route_template",
-    "users_app_of",
-]

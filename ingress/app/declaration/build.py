@@ -31,7 +31,7 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodTyp
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from ingress.app.asgi import BoundApp, bound_app_of
+from ingress.app.asgi.spec import BoundApp, bound_app_of
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.config import LoggingConfig, options_not_acted_on
 from ingress.core.base.foreign import attempt, dict_of, slots_of, stored

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import TypeVar
 
 from ingress._unsupported import absent_member
-from ingress.app.asgi import is_read_by_fastapi
+from ingress.app.asgi.methods import is_read_by_fastapi
 from ingress.config import DeploymentConfig, DeploymentOptions
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.loops import asyncio_loop

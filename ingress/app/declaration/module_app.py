@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 
-from ingress.app.asgi import users_app_of
 from ingress.app.asgi.layer import Layer, attributes_of, holds, layers_around
+from ingress.app.asgi.spec import users_app_of
 from ingress.app.declaration.declaration import Application, Deployment
 from ingress.core.base.signatures import signature_of
 

@@ -39,8 +39,9 @@ from ray.serve._private.common import RequestRoutingInfo
 from ray.serve.context import _get_global_client, _get_serve_request_context
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.app.asgi import ASGI, bound_app_of
 from ingress.app.asgi.methods import GENERATORS
+from ingress.app.asgi.replica_app import ASGI
+from ingress.app.asgi.spec import bound_app_of
 from ingress.app.declaration.build import fill
 from ingress.context import REPLICA
 from ingress.core.base.counters import LOAD, UNLOAD

@@ -18,7 +18,7 @@ from enum import StrEnum
 from types import FunctionType
 from typing import Any
 
-from ingress.app.asgi import Part
+from ingress.app.asgi.parts import Part
 from ingress.app.batching.batching import Batcher
 from ingress.app.declaration.build import BuiltDeployment, build
 from ingress.app.declaration.declaration import Application

@@ -19,7 +19,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress.app.asgi import RouteTemplates, route_template
+from ingress.app.asgi.template import RouteTemplates, route_template
 from ingress.core.base.counters import CLIENT_LEFT
 from ingress.core.calls.call import Call
 from ingress.core.calls.tracing import trace_id_of

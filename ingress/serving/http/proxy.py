@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ingress.app.asgi import ASGI
 from ingress.app.asgi.cors import allowing_origin, has_origin
 from ingress.app.asgi.messages import (
     GOING_AWAY,
@@ -28,6 +27,7 @@ from ingress.app.asgi.messages import (
     TRY_AGAIN_LATER,
     adding_request_id,
 )
+from ingress.app.asgi.replica_app import ASGI
 from ingress.app.asgi.responses import refusal, send_refusal
 from ingress.app.declaration.declaration import Application
 from ingress.core.base.counters import HTTPCounts

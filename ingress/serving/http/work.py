@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Scope
 
-from ingress.app.asgi import route_below
 from ingress.app.asgi.messages import NORMAL, SERVICE_RESTART, channel_for, size_of, with_bytes
+from ingress.app.asgi.template import route_below
 from ingress.core.calls.call import CURRENT_CALL, NO_CONTEXT, Call, Runner, Work
 from ingress.core.calls.channel import RESPONSE_BYTES, YIELD_EVERY, Channel
 from ingress.core.calls.loops import Mailbox

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from starlette.types import Message, Scope
 
-from ingress.app.asgi import route_below
 from ingress.app.asgi.messages import parts_of, with_bytes
+from ingress.app.asgi.template import route_below
 from ingress.core.base.types import RequestMetadata
 from ingress.core.calls.call import Call, Work
 from ingress.core.calls.channel import RESPONSE_BYTES

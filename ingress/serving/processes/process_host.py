@@ -17,8 +17,8 @@ from typing import Any, ClassVar, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from ingress.app.asgi import BoundApp
 from ingress.app.asgi.messages import Chunks
+from ingress.app.asgi.spec import BoundApp
 from ingress.app.asgi.template import TEMPLATES
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.context import ReplicaRuntime

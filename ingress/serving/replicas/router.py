@@ -26,7 +26,8 @@ from random import random
 from time import monotonic
 from typing import Any
 
-from ingress.app.asgi import BoundApp, RouteTemplates
+from ingress.app.asgi.spec import BoundApp
+from ingress.app.asgi.template import RouteTemplates
 from ingress.config import BackpressureConfig, RequestRouterConfig
 from ingress.core.base.counters import HTTPCounts
 from ingress.core.base.types import DeploymentID

@@ -16,7 +16,7 @@ from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
 
-from ingress.app.asgi import BoundApp
+from ingress.app.asgi.spec import BoundApp
 from ingress.context import ReplicaRuntime
 from ingress.core.base.counters import copied
 from ingress.core.calls.call import CURRENT_CALL, Call

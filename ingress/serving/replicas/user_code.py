@@ -17,9 +17,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ingress.app.asgi import BoundApp
 from ingress.app.asgi.bad_results import explain
 from ingress.app.asgi.responses import send_stream, send_value
+from ingress.app.asgi.spec import BoundApp
 from ingress.app.declaration.names import PublicMethods
 from ingress.context import REPLICA, ReplicaRuntime
 from ingress.core.base.signatures import signature_of

@@ -47,11 +47,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ingress.app.asgi import compiled, ingress, rendering
+from ingress.app.asgi import compiled, rendering
 from ingress.app.asgi.apps import BoundRoutes
 from ingress.app.asgi.messages import parts_of
 from ingress.app.asgi.replica_app import ASGI
 from ingress.app.asgi.routes import served_routes
+from ingress.app.asgi.spec import ingress
 from tests.asgi_helpers import Deployment, bound, json_of, serve
 from tests.servers import ROUNDS
 from tests.shapes import (

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ingress as served_api
-from ingress.app.asgi import IngressSpec, ingress
+from ingress.app.asgi.spec import IngressSpec, ingress
 from ingress.exceptions import RayServeException
 from tests.asgi_helpers import bound, json_of, serve
 from tests.servers import bind, get, served

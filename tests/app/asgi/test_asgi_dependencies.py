@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, WebSock
 from fastapi.openapi.models import APIKey, APIKeyIn
 from fastapi.security.base import SecurityBase
 
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 from tests.asgi_helpers import WORKER, bound, json_of, serve
 
 

@@ -19,7 +19,7 @@ from fastapi import BackgroundTasks, FastAPI, HTTPException
 from pydantic import BaseModel
 from starlette.types import Message
 
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 from tests.asgi_helpers import WORKER, Deployment
 
 sse = pytest.importorskip("fastapi.sse", reason="this FastAPI has no streaming endpoints")

@@ -16,7 +16,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 from tests.asgi_helpers import serve
 
 

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 from ingress.exceptions import RequestTimeoutError, UserCodeExit
 from tests.asgi_helpers import Deployment, request
 from tests.containment_app import boom, endpoints_on, make_app

@@ -26,8 +26,8 @@ from starlette.websockets import WebSocketDisconnect
 from typing_extensions import TypeAliasType
 
 from ingress import deployment
-from ingress.app.asgi import ingress
 from ingress.app.asgi.compat import IncludedRouter, effective_context, iter_route_contexts
+from ingress.app.asgi.spec import ingress
 from ingress.exceptions import RayServeException
 from tests.asgi_helpers import bound, json_of, serve
 from tests.servers import wait_until

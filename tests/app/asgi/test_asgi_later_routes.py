@@ -14,8 +14,8 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from ingress import deployment
-from ingress.app.asgi import ingress
 from ingress.app.asgi.compat import IncludedRouter
+from ingress.app.asgi.spec import ingress
 from tests.asgi_helpers import serve
 
 is_live = pytest.mark.skipif(IncludedRouter is None, reason="this FastAPI copies included routes")

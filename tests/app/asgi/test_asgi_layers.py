@@ -19,7 +19,7 @@ from starlette.routing import Router
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 from tests.asgi_helpers import Deployment, request, serve
 from tests.servers import PATIENCE_S
 

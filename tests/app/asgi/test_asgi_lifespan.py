@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 import ingress as ingress_package
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 from ingress.context import REPLICA
 from ingress.exceptions import RayServeException, UserCodeExit
 from tests.asgi_helpers import Deployment, Replica, bound, json_of, serve

@@ -29,7 +29,7 @@ from fastapi.security import OAuth2PasswordBearer, SecurityScopes
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 from tests.asgi_helpers import bound, serve
 
 # FastAPI makes one id for all methods of a route, and warns about that.

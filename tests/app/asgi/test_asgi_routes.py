@@ -18,7 +18,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ingress.app.asgi import RouteInfo, ingress
+from ingress.app.asgi.routes import RouteInfo
+from ingress.app.asgi.spec import ingress
 from ingress.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from ingress.app.asgi import ingress
+from ingress.app.asgi.spec import ingress
 from tests.asgi_helpers import Deployment, request, serve
 
 pytest.importorskip("fastapi.sse", reason="this FastAPI has no streaming endpoints")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Request
 
-from ingress.app.asgi import BoundApp, ingress
+from ingress.app.asgi.spec import BoundApp, ingress
 from ingress.context import get_replica_context
 from tests.asgi_helpers import Replica, bound, request
 
