@@ -6,7 +6,8 @@ The seed draws COUNT mutants, spread over the rooms (the folders of `ingress/`) 
 statements. The first run measures the lines that each test executes, in processes too. A mutant is
 written into a copy of the tree. The tests of its line run, those of its module and its room first,
 until one fails or hangs, or `SPENT_S` are planned. `FOLDER/results-SEED.jsonl` (in `build/mutants`
-by default) has a line for each mutant; a later run continues it. After a change of the code, remove
+by default) has a line for each mutant; a later run continues it. A mutant that `passed` may yet be
+found by a long test, or by tests that were not planned. After a change of the code, remove
 the folder.
 
 Not changed: texts, annotations, decorators, `raise`, `__slots__`, and `engines/ray`, whose tests
