@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: bench-batching bench-jobs dist docs docs-serve help run test test-long test-all coverage test-python known-fastapi test-reliability test-processes test-page test-drills test-ray test-ray-nodes test-ecosystem test-jobs-brokers test-mcp \
 	check bench bench-handles bench-processes \
-	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-starlette-suite test-differential clean
+	bench-peers bench-scaling bench-free-threading bench-overload bench-document test-fastapi test-fastapi-ends test-fastapi-pre test-fastapi-suite test-starlette-suite test-differential test-mutants clean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-%-suite/.made .venv-fastapi/%/.test .venv-python/%/.test .venv-peers/%/.made
 
@@ -217,6 +217,9 @@ test-differential: .venv/.test ## Random applications, plain and as a class; COU
 	@$(BIN)/python -m tests.differential.compare 100 --first 1000000 --processes
 	@$(BIN)/python -m tests.differential.compare 50 --first 2000000 --server
 	@$(BIN)/python -m tests.differential.mutants
+
+test-mutants: .venv/.test ## Put 400 defects into ingress, one at a time: a test must find each; 1 hour, SEED=2 for others
+	@$(BIN)/python -m tests.mutants $(or $(SEED),1) $(or $(COUNT),400) $(ARGS)
 
 clean: ## Remove the environments and caches
 	@rm -rf .venv .venv-deploy .venv-fastapi .venv-python .venv-peers .venv-ray .venv-page .venv-mcp .venv-ecosystem .ecosystem \

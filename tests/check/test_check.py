@@ -262,6 +262,20 @@ def test_a_helper_in_another_module_is_followed_by_its_import(tmp_path: Path) ->
     assert finding.functions == ("f", "g")
 
 
+@pytest.mark.parametrize("importer", ["__init__", "views"])
+def test_a_helper_of_the_same_package_is_followed_by_its_relative_import(
+    tmp_path: Path, importer: str
+) -> None:
+    package = tmp_path / "shop"
+    package.mkdir()
+    write_module(package, "__init__", "")
+    write_module(package, "helpers", "import time\n\ndef wait():\n    time.sleep(1)\n")
+    write_module(package, importer, "from .helpers import wait\nasync def f(): wait()\n")
+
+    (finding,) = check_files([tmp_path], Settings(), migrate=False).findings
+    assert (finding.path.name, finding.line, finding.functions) == ("helpers.py", 4, ("f",))
+
+
 def run(folder: Path, *arguments: str) -> Any:
     return invoke(folder, "check", *arguments)
 

@@ -313,6 +313,10 @@ CASES = {
         def __init__(self): self.db = sqlite3.connect('x', check_same_thread=False)
         def f(self): return self.db.execute('')
         """,
+    "sqlite-not-shared": """
+        def __init__(self): self.db = sqlite3.connect('x', uri=False)  #: IG106
+        def f(self): return self.db.execute('')
+        """,
     "sqlite-in-async": """
         def __init__(self): self.db = sqlite3.connect('x')
         async def f(self): return self.db.execute('')

@@ -321,6 +321,18 @@ def test_a_screen_of_80_x_24_is_never_too_small() -> None:
     assert lines[-1].startswith("q quit")
 
 
+def test_the_rate_the_errors_and_the_latency_are_below_their_heads() -> None:
+    view = a_view(0)
+    values = deployment(0, rate=7.0, errors=5.0, p99=3.0)
+    view["applications"] = [{"name": "app", "deployments": [values]}]
+    lines = rendered(view)
+
+    (head,) = (line for line in lines if line.startswith("deployment"))
+    (row,) = (line for line in lines if line.startswith("D0 "))
+    for name, value in (("req/s", "7.0"), ("err/s", "5.0"), ("p99", "3.0")):
+        assert row[: head.index(name) + len(name)].endswith(value)
+
+
 SORTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "name": lambda number: {"name": f"D{9 - number}"},
     "rate": lambda number: {"rate": number},
@@ -351,6 +363,7 @@ def test_the_threads_of_a_process_are_counted_once_it_has_answered() -> None:
     (first,) = (line for line in lines if line.startswith("D0#0 7"))
     (second,) = (line for line in lines if line.startswith("D1#0 8"))
     assert "1/5" in first.split()
+    assert "D0.work 3.0" in first
     assert "1/5" not in second.split()
 
 

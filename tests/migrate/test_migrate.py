@@ -304,6 +304,7 @@ def test_a_name_that_is_used_in_any_other_way_keeps_its_import(tmp_path: Path, c
 
 OTHERS = {
     "no GPU": "from ray import serve\nserve.deployment(ray_actor_options={'num_gpus': 0})",
+    "options by a name": "from ray import serve\nserve.deployment(ray_actor_options=OPTIONS)",
     "globals": "import ray, ray.serve\nglobals()['log'](1)",
     "modules": "import sys, ray, ray.serve\n'numpy' in sys.modules and sys.modules['numpy']",
     "logger": "import ray, ray.serve, logging\nlogging.getLogger('ray.serve')",

@@ -20,6 +20,7 @@ from ingress.observe.admin import listener as admin
 from ingress.observe.admin.listener import AdminListener
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.state.server import Snapshot
+from tests.programs import free_port
 from tests.servers import (
     UVICORN,
     ServerProcess,
@@ -388,6 +389,20 @@ def test_serve_start_gives_the_address(caplog: pytest.LogCaptureFixture) -> None
     serve.shutdown()
     with pytest.raises(OSError, match="refused"):
         get(port, "/api/snapshot")
+
+
+def test_the_address_of_the_code_is_taken_before_that_of_the_environment(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = free_port()
+    monkeypatch.setenv("INGRESS_ADMIN", f"127.0.0.1:{others}")
+    with caplog.at_level("INFO", "ingress"):
+        serve.start({"port": 0}, admin="127.0.0.1:0")
+    serve.shutdown()
+
+    ports = re.findall(r"admin listener at http://127.0.0.1:(\d+)", caplog.text)
+    assert len(ports) == 1
+    assert ports != [str(others)]
 
 
 def test_routes_of_included_routers_and_mounts_have_their_whole_template(folder: Path) -> None:

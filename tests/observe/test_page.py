@@ -279,6 +279,22 @@ def test_the_series_of_a_deployment_and_its_options_are_there(port: int) -> None
     assert moves == [("Api.work", "event loop", "threadpool")]
 
 
+def test_an_option_of_http_is_shown_with_the_value_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, go: Latch
+) -> None:
+    @serve.deployment
+    class Model:
+        async def __call__(self, request: Any) -> None: ...
+
+    monkeypatch.setenv("INGRESS_MAX_HEADER_BYTES", "4096")
+    served(bind(Model))
+    with listening(partial(parts_of, local_engine())) as admin:
+        found = json.loads(get(admin, "/api/configuration").body)
+
+    values = {each["where"]: each["value"] for each in found["options"]}
+    assert values["http_options.max_header_bytes"] == 4096
+
+
 def test_a_recording_has_the_requests_that_ran_meanwhile(port: int, go: Latch) -> None:
     with listening(partial(parts_of, local_engine())) as admin:
         for wrong in ("0", "-1", "nan", "61", "x"):

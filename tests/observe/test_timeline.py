@@ -522,6 +522,16 @@ def test_rows_are_as_few_as_hold_all_without_an_overlap() -> None:
     ]
 
 
+def test_a_trace_that_is_written_is_logged_with_its_number_of_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    window = Window(str(tmp_path / "trace.json"))
+    with caplog.at_level("INFO", "ingress"):
+        window.stop(TIMEOUT_S)
+
+    assert f"wrote the trace of 0 requests to {tmp_path / 'trace.json'}" in caplog.text
+
+
 def test_a_signal_handler_of_the_users_is_kept(tmp_path: Path) -> None:
     def mine(*_: object) -> None: ...
 

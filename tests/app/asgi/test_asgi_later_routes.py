@@ -123,6 +123,18 @@ def test_a_method_that_becomes_a_route_later_is_bound_to_the_instance(app: FastA
         assert client.get("/later").json() == "K"
 
 
+def test_an_endpoint_that_the_constructor_adds_and_that_asks_for_self_is_refused() -> None:
+    app = FastAPI()
+
+    @ingress(app)
+    class K:
+        def __init__(self) -> None:
+            app.get("/own")(lambda self: self)
+
+    with pytest.raises(TypeError, match="would ask the client"), serve(K):
+        pass
+
+
 def test_a_route_that_is_taken_away_is_gone_and_one_that_a_replica_added_stays() -> None:
     app = FastAPI()
 

@@ -98,6 +98,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# What is taken
+
+
+def test_a_target_capacity_may_be_nothing(folder: Path) -> None:
+    path = folder / "serve.yaml"
+    path.write_text(f"target_capacity: 0\n{FILE}")
+
+    assert ConfigFile.read(path, {}).config.target_capacity == 0
+
+
 # What is refused
 
 

@@ -295,6 +295,16 @@ def test_what_failed_is_listed_and_answers_503_until_it_is_deleted() -> None:
     assert get(port, "/bad/x").status == 404
 
 
+def test_a_deployment_that_follows_the_failed_one_is_listed_with_its_name() -> None:
+    outer = serve.deployment(name="Outer")(Refuses)
+    with pytest.raises(RuntimeError, match="no weights"):
+        serve.run(bind(outer, failing()), name="bad", route_prefix="/bad")
+
+    seen = serve.status().applications["bad"].deployments
+    assert "ValueError: no weights" in seen["Main"].message
+    assert "not started, because 'Main' failed to start" in seen["Outer"].message
+
+
 def test_the_server_goes_on_after_the_only_start_failed_until_a_shutdown() -> None:
     serve.start({"port": 0})
     (url,) = serve.status().proxies
