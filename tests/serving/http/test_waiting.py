@@ -468,7 +468,7 @@ def test_an_application_that_stops_refuses_the_websockets_it_has_not_accepted(
             inside.reset()
             wait_until(lambda: "waiter" in door.entered)
         serve.delete("default")
-        assert b"403 Forbidden" in waiter.receive_all()
+        assert b"503 Service Unavailable" in waiter.receive_all()
     wait_until(door.engine.is_idle)
     assert door.entered == ["inside", "waiter"], "what waits is drained too"
     assert sorted(door.left) == ["inside", "waiter"]
