@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from ingress._unsupported import teller
@@ -50,19 +51,30 @@ class Trend:
 STEADY = Trend()
 
 
+class PolicyAnswerError(TypeError):
+    """A policy returned something else than a number and a dict."""
+
+
 def decided(
     ctx: AutoscalingContext, policy: Policy, trend: Trend, now: float
 ) -> tuple[int, dict[str, Any], Trend]:
     """Return the number of replicas to have, the policy's state, and the trend.
 
     `trend` is that of the last decision. `now` is in seconds of any clock that does not go back.
+    Raises `PolicyAnswerError`, and what the policy raises.
     """
     assert ctx.config is not None
     first = first_replicas(ctx)
     if first is not None:
         return bounded(first, ctx.config), ctx.policy_state, trend
-    asked, state = policy(ctx)
-    return settled(ctx, asked, trend, now, state or {})
+    answer: Any = policy(ctx)
+    match answer:
+        case (Real() as asked, dict() | None as state) if math.isfinite(asked):
+            return settled(ctx, float(asked), trend, now, state or {})
+    raise PolicyAnswerError(
+        f"it returned {answer!r:.200}, expected a number of replicas and a dict, its state, such "
+        "as `return 2, {}`"
+    )
 
 
 def settled(

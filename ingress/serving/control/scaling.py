@@ -19,7 +19,7 @@ from time import time
 from typing import Any, NamedTuple
 
 from ingress import autoscaling_policy
-from ingress.autoscaling_policy import STEADY, Policy, Trend, decided
+from ingress.autoscaling_policy import STEADY, Policy, PolicyAnswerError, Trend, decided
 from ingress.config import (
     DEFAULT_POLICY,
     AutoscalingConfig,
@@ -28,6 +28,7 @@ from ingress.config import (
     DeploymentConfig,
 )
 from ingress.core.base.types import DeploymentID, ReplicaID, TimeStampedValue
+from ingress.core.execution.execution import kind
 from ingress.serving.replicas.replica import Replica
 from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import described
@@ -75,8 +76,8 @@ class Scaler:
     """The load of one deployment, and its last decisions. Owned by the control loop."""
 
     __slots__ = (
-        "_asking", "_down_at", "_is_default", "_next_at", "_policy", "_record_at", "_recorded",
-        "_recording", "_samples", "_state", "_trend", "_up_at", "config",
+        "_asking", "_down_at", "_failed", "_is_default", "_next_at", "_policy", "_record_at",
+        "_recorded", "_recording", "_samples", "_state", "_trend", "_up_at", "config",
     )  # fmt: skip
 
     def __init__(self, config: AutoscalingConfig, policy: Policy) -> None:
@@ -88,6 +89,7 @@ class Scaler:
         self._state: dict[str, Any] = {}
         self._trend: Trend = STEADY
         self._asking: asyncio.Task[tuple[int, dict[str, Any], Trend]] | None = None
+        self._failed: type[Exception] | None = None
         self._record_at = 0.0
         self._recording: dict[ReplicaID, asyncio.Task[None]] = {}
         # By replica and name; `None` for a replica whose method returned what cannot be used.
@@ -186,14 +188,19 @@ class Scaler:
             self._asking = None
             try:
                 count, self._state, self._trend = asking.result()
+                self._failed = None
             except Exception as error:
-                logger.exception(
-                    "the autoscaling policy of %s failed; its number of replicas stays",
-                    context.deployment_id,
-                    exc_info=error,
-                )
+                if self._failed is not type(error):  # told once, not at each decision
+                    self._failed = type(error)
+                    is_ours = isinstance(error, PolicyAnswerError)
+                    logger.error(
+                        "the autoscaling policy of %s failed; its number of replicas stays: %s",
+                        context.deployment_id,
+                        error if is_ours else described(error),
+                        exc_info=None if is_ours else error,
+                    )
         elif asking is None:
-            work = asyncio.to_thread(decided, context, self._policy, self._trend, now)
+            work = asyncio.to_thread(_decided, context, self._policy, self._trend, now)
             self._asking = asyncio.get_running_loop().create_task(work)
         return count
 
@@ -233,10 +240,19 @@ class Scaler:
         )
 
 
+def _decided(*arguments: Any) -> tuple[int, dict[str, Any], Trend]:
+    try:
+        return decided(*arguments)
+    except Exception:
+        raise
+    except BaseException as error:  # SystemExit would end the control loop
+        raise RuntimeError(f"it raised {described(error)}") from error
+
+
 def scaler_of(config: DeploymentConfig) -> Scaler | None:
     """Return the scaler of a deployment, `None` if its number of replicas is fixed.
 
-    Raises `ValueError` if the policy cannot be imported.
+    Raises `ValueError` if the policy cannot be imported, or is no plain function.
     """
     scaling = config.autoscaling
     return None if scaling is None else Scaler(scaling, policy_of(scaling.policy))
@@ -257,5 +273,11 @@ def policy_of(config: AutoscalingPolicy) -> Policy:
             ) from error
     if inspect.isclass(found):
         found = found(**config.policy_kwargs)
+    if not callable(found) or kind(found).is_async:
+        raise ValueError(
+            f"policy_function={config.policy_function!r} is no plain function; give a `def`, or a "
+            "class with a `def __call__`, which takes a context and returns a number of replicas "
+            "and a dict: it runs in a thread, and may block"
+        )
     policy: Policy = found
     return policy

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -218,6 +220,56 @@ def test_a_slow_policy_stops_nothing_but_itself(gate: Gate) -> None:
     wait_until(lambda: running("Gated") == 2)
 
 
+async def awaits(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    return 2, {}
+
+
+@pytest.mark.parametrize("path", [f"{__name__}:awaits", f"{__name__}:PATIENCE_S"])
+def test_a_policy_that_is_no_plain_function_fails_the_start(path: str, gate: Gate) -> None:
+    scaling = {"max_replicas": 2, "policy": {"policy_function": path}}
+    with pytest.raises(RuntimeError, match="is no plain function; give a `def`"):
+        serve.run(gated(gate, autoscaling_config=scaling), route_prefix=None)
+
+
+def exits() -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda: None, "it returned None, expected a number of replicas and a dict"),
+        (lambda: 2, "it returned 2, expected"),
+        (lambda: ("3", {}), "it returned ('3', {}), expected"),
+        (lambda: (math.nan, {}), "it returned (nan, {}), expected"),
+        (lambda: (2, object()), "it returned (2, <object object at "),
+        (exits, "SystemExit: 3"),
+    ],
+    ids=["none", "bare", "text", "nan", "state", "exit"],
+)
+def test_a_policy_that_decides_nothing_is_told_once_and_changes_nothing(
+    answer: Callable[[], Any], told: str, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = Latch(count=3)
+    good = threading.Event()
+
+    def policy(ctx: AutoscalingContext) -> Any:
+        if good.is_set():
+            return 2, {}
+        asked.count_down()
+        return answer()
+
+    gate.go.count_down()
+    scaling = {"max_replicas": 2, "policy": {"policy_function": policy}, **SOON}
+    handle = serve.run(gated(gate, autoscaling_config=scaling), route_prefix=None)
+    asked.wait()
+    good.set()
+    wait_until(lambda: running("Gated") == 2)
+    assert result(handle.remote()) in ("0", "1")
+    errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert [told in each for each in errors] == [True], errors
+
+
 @pytest.mark.parametrize("path", ["no.such.module:policy", f"{__name__}:absent", "word"])
 def test_a_policy_that_cannot_be_imported_fails_the_start(path: str, gate: Gate) -> None:
     scaling = {"max_replicas": 2, "policy": {"policy_function": path}}
@@ -240,8 +292,9 @@ def test_a_policy_gets_what_the_replicas_record(
     scaling = {"max_replicas": 2, "policy": {"policy_function": policy}, **SOON}
     queue = Queue.options(autoscaling_config=scaling, isolation=isolation)
     handle = serve.run(bind(queue), route_prefix=None)
-    wait_until(lambda: seen and seen[-1].aggregated_metrics)
-    assert seen[-1].aggregated_metrics == {"depth": {seen[-1].running_replicas[0]: 0}}
+    wait_until(lambda: any(each.aggregated_metrics for each in seen))
+    first = next(each for each in seen if each.aggregated_metrics)
+    assert first.aggregated_metrics == {"depth": {first.running_replicas[0]: 0}}
     assert seen[0].raw_metrics == {}  # nothing was recorded yet
     handle.broadcast("become", 9).results()
     wait_until(lambda: running("Queue") == 2)
