@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -89,13 +89,14 @@ logger = logging.getLogger("ingress")
 class RouteInfo:
     """One route. `func` is the user's function.
 
-    `unread` are the methods for which FastAPI answers without the body of the request.
+    `body_reads` says for its methods whether FastAPI reads the body of a request before any code of
+    the user runs, or nothing does. A method that it does not have leaves that to the user.
     """
 
     path: str
     is_websocket: bool
     func: Callable[..., object]
-    unread: frozenset[str] = field(default=frozenset(), compare=False)
+    body_reads: Mapping[str, bool] = field(default_factory=dict, compare=False)
 
 
 class RouteTree:
@@ -390,21 +391,20 @@ def route_infos(routes: Sequence[BaseRoute]) -> Iterator[RouteInfo]:
             is_websocket = isinstance(getattr(served, "original_route", served), WebSocketRoute)
             target = target_of(served)
             func = target.func if target else endpoint
-            yield RouteInfo(served.path, is_websocket, func, _unread(api_route(served)))
+            yield RouteInfo(served.path, is_websocket, func, _body_reads(api_route(served)))
 
 
-def _unread(route: Any) -> frozenset[str]:
-    """Return the methods of a route which declares no body, and gives no user code a `Request`."""
-    if getattr(route, "body_field", route) is not None:  # of another FastAPI, maybe
-        return frozenset()
+def _body_reads(route: Any) -> dict[str, bool]:
     kind_of_route = type(getattr(route, "original_route", route))
     if stored(kind_of_route, "get_route_handler") is not APIRoute.get_route_handler:
-        return frozenset()
+        return {}
+    if getattr(route, "body_field", route) is not None:  # of another FastAPI, maybe
+        return dict.fromkeys(route.methods or (), True)
     takes_request = any(
         getattr(node, "request_param_name", "") is not None and not _reads_headers_only(node.call)
         for node in nodes_of_route(route, with_endpoint=True)
     )
-    return frozenset() if takes_request else frozenset(route.methods or ())
+    return {} if takes_request else dict.fromkeys(route.methods or (), False)
 
 
 def _reads_headers_only(call: object) -> bool:

@@ -118,8 +118,15 @@ class BoundApp:
     def templates(self) -> RouteTemplates:
         """Return the path templates of the HTTP routes."""
         routes = [each for each in self.routes() if not each.is_websocket]
-        unread = {(each.path, method) for each in routes for method in each.unread}
-        return RouteTemplates((each.path for each in routes), unread)
+        # A middleware may answer before FastAPI reads.
+        may_answer = self._latest is not None and getattr(self._latest.app, "user_middleware", None)
+        reads = {
+            (each.path, method): is_read
+            for each in routes
+            for method, is_read in each.body_reads.items()
+            if not (is_read and may_answer)
+        }
+        return RouteTemplates((each.path for each in routes), reads)
 
     def parts(self) -> list[Part]:
         """Return the user's callables in the app, or the builder of an app built per replica."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from starlette.routing import compile_path
 from starlette.types import Scope
@@ -48,17 +49,19 @@ def route_below(prefix: str, scope: Scope) -> str:
 class RouteTemplates:
     """The path templates of an app, for lookups before a request is routed, and afterwards.
 
-    `unread` are those that need no body, each with its method.
+    `body_reads` says for a template and a method whether FastAPI reads the body, or nothing does.
     Immutable but for `_labels`, the labels of one prefix by path: it is replaced as a whole, and
     every thread puts the same value in, in one step.
     """
 
-    __slots__ = ("_labels", "_paths", "_patterns", "_unread")
+    __slots__ = ("_body_reads", "_labels", "_paths", "_patterns")
 
     def __init__(
-        self, templates: Iterable[str] = (), unread: Set[tuple[str, str]] = frozenset()
+        self,
+        templates: Iterable[str] = (),
+        body_reads: Mapping[tuple[str, str], bool] = MappingProxyType({}),
     ) -> None:
-        self._unread = unread
+        self._body_reads = body_reads
         self._paths: set[str] = set()
         self._patterns: dict[str, re.Pattern[str]] = {}
         self._labels: tuple[str, dict[str, str]] = ("", {})
@@ -77,9 +80,14 @@ class RouteTemplates:
             return path
         return next((each for each, known in self._patterns.items() if known.match(path)), "")
 
-    def leaves_body(self, scope: Scope) -> bool:
-        """Return whether a request is answered without its body, unless a middleware reads it."""
-        return bool(self._unread) and (self.find(scope), scope["method"]) in self._unread
+    def may_leave_body(self, scope: Scope, *, is_large: bool) -> bool:
+        """Return whether a request may be answered without its body.
+
+        It is, unless a middleware reads it, if nothing else does. If the user's code does, only a
+        large one is left to it: the request would hold its slot while most of that comes anyway.
+        """
+        is_read = self._body_reads.get((self.find(scope), scope["method"]))
+        return is_large if is_read is None else not is_read
 
     def label(self, scope: Scope, prefix: str) -> str:
         """Return the prefix with the template of the route that has answered a request.

@@ -294,7 +294,7 @@ class RayReplica:
         send = _without_our_id(send, metadata.request_id)
         # Without this header there may be a body too, but mostly there is none, and to ask Ray's
         # proxy takes longer than a short request.
-        has_body = True if content_length(scope).lstrip(b"0") else None
+        has_body = True if content_length(scope) else None
         if not has_body and scope["type"] == "http":
             receive = fetching_when_read(receive)
         kind = Reply if scope["type"] == "http" else WebSocketReply

@@ -2,6 +2,7 @@
 
     it fits `body_buffer_bytes`                   all of it is read before the request takes a slot
     it is larger                                  the buffer is filled, the rest read as it is taken
+    the same, and only the user's code reads it   as it is taken, from its beginning
     it stalls for `body_idle_timeout_s`           408, and its slot is free
     it is slower than `min_body_rate`             the same, `GRACE_S` after its beginning
     it is or becomes larger than `max_body_size`  413; not read if its Content-Length says so
@@ -29,7 +30,6 @@ from ingress.serving.http.uvicorn_connection import close_header, transport_of
 
 NO_LIMITS = HTTPLimits(min_body_rate=None)  # but those that are on by default
 NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
-_DIGITS = 18  # read of a content-length, which may have thousands
 LINGER_S = 1.0  # for a client to read that its body is not wanted
 GRACE_S = 5.0  # of waiting for a client, until its rate counts: as in Kestrel
 LOOK_S = 0.1  # between two sweeps, at most: in a longer time the loop stalled, and did not wait
@@ -60,7 +60,7 @@ class Body:
         self,
         receive: Receive,
         limits: HTTPLimits,
-        length: bytes = b"",
+        length: int = 0,
         *,
         is_open: bool = True,
         is_read_ahead: bool = True,
@@ -75,7 +75,7 @@ class Body:
         self.is_read_ahead = is_read_ahead
         self.error: RequestBodyTooLargeError | None = None
         limit = limits.max_body_size
-        if limit is not None and length.isdigit() and int(length[:_DIGITS]) > limit:
+        if limit is not None and length > limit:
             self.error = RequestBodyTooLargeError(limit)
 
     @property

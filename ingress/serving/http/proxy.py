@@ -270,7 +270,9 @@ class HTTPProxy:
         reply: Reply
         if scope["type"] == "http":
             has_body, waits = (
-                (False, False) if is_bodiless else body_of(inner, receive, router.templates)
+                (False, False)
+                if is_bodiless
+                else body_of(inner, receive, router.templates, limits.http.body_buffer_bytes)
             )
             reply = Reply(*args, has_body=has_body, reads_ahead=not waits, limits=limits.http)
         else:

@@ -25,6 +25,7 @@ _MODEL_ID = (b"serve-multiplexed-model-id", b"serve_multiplexed_model_id")
 _READ = frozenset((*_MODEL_ID, TIMEOUT_HEADER, REQUEST_ID_HEADER))
 _PRIORITIES = {name.encode(): level for name, level in PRIORITIES.items()}
 _FORWARDED = frozenset((b"forwarded", b"via", b"x-real-ip"))
+_DIGITS = 18  # read of a content-length, which may have thousands
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -103,21 +104,26 @@ def read_head(
     return tuple.__new__(RequestMetadata, values), given, now
 
 
-def body_of(scope: Scope, receive: Receive, templates: RouteTemplates) -> tuple[bool | None, bool]:
+def body_of(
+    scope: Scope, receive: Receive, templates: RouteTemplates, buffer_bytes: int
+) -> tuple[bool | None, bool]:
     """Return whether a request has a body, and whether that is read only if user code asks.
 
     The first is `None` for a method that has none as a rule, over HTTP/2, where a body needs no
     length: a server may not say that it has ended. The second is true if the client waits until it
-    is asked, or if the route needs no body. Source: RFC 9110, 9.3 and 10.1.1.
+    is asked, or if the route may not need it. Source: RFC 9110, 9.3 and 10.1.1.
     """
-    has_length = waits = False
+    has_length = waits = is_large = False
     for name, value in scope["headers"]:
         if name == b"content-length" or name == b"transfer-encoding":
             has_length = True
+            is_large = _size(value) > buffer_bytes
         elif name == b"expect":
             waits = value.lower() == b"100-continue"
     if has_length:
-        return True, waits or (is_incomplete(receive) and templates.leaves_body(scope))
+        return True, waits or (
+            is_incomplete(receive) and templates.may_leave_body(scope, is_large=is_large)
+        )
     if scope.get("http_version", "1.1") < "2" or scope["method"] not in _BODILESS:
         return True, waits
     return None, False
@@ -126,12 +132,16 @@ def body_of(scope: Scope, receive: Receive, templates: RouteTemplates) -> tuple[
 _BODILESS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE"))
 
 
-def content_length(scope: Scope) -> bytes:
-    """Return the value of a request's content-length; b"" for none."""
+def content_length(scope: Scope) -> int:
+    """Return the bytes of a request's body by its content-length; 0 for none."""
     for name, value in scope["headers"]:
         if name == b"content-length":
-            return value  # type: ignore[no-any-return]
-    return b""
+            return _size(value)
+    return 0
+
+
+def _size(value: bytes) -> int:
+    return int(value[:_DIGITS]) if value.isdigit() else 0
 
 
 def is_local(scope: Scope, target: bytes | None) -> bool:

@@ -519,6 +519,52 @@ def test_a_route_that_needs_no_body_answers_before_it_is_here(where: str, sent: 
         serve.shutdown()
 
 
+@serve.deployment
+async def call(request: Request) -> None:
+    raise HTTPException(401)
+
+
+def behind_middleware() -> Application:
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def refuse(request: Request, call_next: Callable[..., Any]) -> Response:
+        return PlainTextResponse("{", 401)
+
+    @serve.deployment
+    @serve.ingress(app)
+    class Behind:
+        @app.post("/deny")
+        async def deny(self, value: Annotated[int, Body()]) -> None: ...
+
+    return bind(Behind)
+
+
+@pytest.mark.parametrize("where", ["threads", "process", "call", "middleware"])
+def test_what_may_read_a_large_body_answers_before_it_is_here(where: str) -> None:
+    with forking():
+        made = {
+            "threads": lambda: denies([]),
+            "process": lambda: bind(InChild),
+            "call": lambda: call.bind(),
+            "middleware": behind_middleware,
+        }
+        port = served(made[where]())
+        with Connection(port) as client:
+            post(client, "/deny", BUFFER_BYTES + 1, 0)
+            assert client.receive_until(b"\r\n\r\n").startswith(b"HTTP/1.1 401 ")
+        serve.shutdown()
+
+
+def test_a_large_body_that_fastapi_reads_takes_no_slot_before_the_buffer_is_full() -> None:
+    port = served(uploads([], max_ongoing_requests=1))
+    with Connection(port) as client:
+        post(client, "/parameter", LARGE, BUFFER_BYTES - 1)
+        for _ in range(5):
+            assert get(port, "/").body == b'"here"'
+        assert ongoing() == 0
+
+
 def test_what_reads_a_body_without_declaring_it_gets_the_whole() -> None:
     app = FastAPI()
 
