@@ -178,7 +178,6 @@ class Call(Node):
     queue, runner   the router the call waits in, the replica it runs on
     waits_for       the nodes that its user code waits for now, or the calls that it needs to begin
     members         the calls of a batch, which runs as a call of its own; else `None`
-    retries         times it was sent on, because its replica was gone before it began
     is_interrupted  becomes true when its answer is not wanted any more, or its replica stops
     assigned_at     when it got its slot
     began_at        when its replica began it, before the first line of its user code; 0 till then
@@ -199,7 +198,6 @@ class Call(Node):
         "members",
         "metadata",
         "queue",
-        "retries",
         "runner",
         "settled",
         "started_at",
@@ -225,7 +223,6 @@ class Call(Node):
         self.runner: Runner | None = None
         self.waits_for = NO_NODES
         self.is_awaited = False
-        self.retries = 0
         self.is_interrupted = False
         self.settled = False
         self.value: Any = None

@@ -62,10 +62,10 @@ class Router:
 
     __slots__ = (
         "_backpressure", "_bound", "_chooser", "_fairness", "_held", "_holders", "_idle", "_last",
-        "_later", "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_usual", "_waiting",
-        "available", "bound_app", "deployment_id", "graceful_shutdown_timeout_s", "http", "key_of",
-        "max_queued_requests", "num_expired", "num_rejected", "num_requests", "num_retries",
-        "num_shed", "replicas", "templates",
+        "_later", "_lock", "_max_retries", "_policy", "_refuses", "_resting", "_sent_on", "_usual",
+        "_waiting", "available", "bound_app", "deployment_id", "graceful_shutdown_timeout_s",
+        "http", "key_of", "max_queued_requests", "num_expired", "num_rejected", "num_requests",
+        "num_retries", "num_shed", "replicas", "templates",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +114,7 @@ class Router:
             )
         self.limit(max_queued_requests, backpressure, fairness)
         self._resting: set[Call] = set()  # the calls that go to another replica after a pause
+        self._sent_on: dict[Call, int] = {}  # those not settled yet, with how often
         self._held: set[Admission] = set()  # of the replicas that are late
         self._holders: set[Call] = set()  # the calls that have a slot
         # The calls that wait for a slot of one replica. Its position is `HELD` meanwhile, so that
@@ -301,9 +302,11 @@ class Router:
         The call keeps its turn. It goes at once the first time, and after a pause from then on.
         Settles it with `error` if there is no other replica, or it was sent on `max_retries` times.
         """
-        call.retries += 1
+        times = self._sent_on[call] = self._sent_on.get(call, 0) + 1
+        # Race with its settling, each time: it would stay here.
+        call.when_settled(lambda settled: self._sent_on.pop(settled, None))
         pause_s = retries.pause_s(
-            retries.Failure(call.retries, may_have_started=False),
+            retries.Failure(times, may_have_started=False),
             max_retries=self._max_retries,
             deadline=call.metadata.deadline,
             now=monotonic(),
