@@ -24,11 +24,7 @@ from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.execution.execution import ExecutionPlan, Role
 from ingress.core.execution.threads import ThreadWork, WorkerThreads
 from ingress.observe.timeline.recorder import ASK_S, Journey, Recorder, Timeline, current_track
-from ingress.serving.control.factories import Factories
-from ingress.serving.processes.process_host import ProcessHost
-from ingress.serving.replicas.host import Host
-from ingress.serving.replicas.replica import Replica
-from ingress.serving.replicas.router import Router
+from ingress.serving.control.factories import Factories, Host, ProcessHost, Replica, Router
 
 logger = logging.getLogger("ingress")
 

@@ -29,8 +29,7 @@ from ingress.core.calls.call import CURRENT_CALL
 from ingress.observe.timeline.picture import text, width_of
 from ingress.observe.timeline.recorder import ASK_S, gathered
 from ingress.observe.timeline.sampling import threads_now
-from ingress.serving.processes.process_host import ProcessHost
-from ingress.serving.replicas.replica import Replica
+from ingress.serving.control.factories import ProcessHost, Replica
 from ingress.state.looking import replicas_of
 from ingress.state.server import Server
 from ingress.telemetry.watchdog.clocks import ThreadClocks

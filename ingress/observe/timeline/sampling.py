@@ -28,8 +28,7 @@ from ingress.observe.timeline.recorder import (
     Track,
     gathered,
 )
-from ingress.serving.processes.process_host import ProcessHost
-from ingress.serving.replicas.replica import Replica
+from ingress.serving.control.factories import ProcessHost, Replica
 from ingress.telemetry.notable import Ended
 from ingress.telemetry.watchdog import WATCHDOG
 from ingress.telemetry.watchdog.stacks import (

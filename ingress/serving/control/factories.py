@@ -5,9 +5,9 @@
     timeline.instrumentation   router, replica, process_host, threads, plan
     testing.clock              new_loop
 
-An instrument changes no object and no class that exists: it chooses the classes of the parts that
-are made meanwhile. An application that starts without instruments has none of their code on the
-path of its requests.
+They import from here what they subclass. An instrument changes no object and no class that exists:
+it chooses the classes of the parts that are made meanwhile. An application that starts without
+instruments has none of their code on the path of its requests.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ingress.serving.replicas.host import Host
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.thread_host import ReplicaFactories, ThreadHost
+
+__all__ = ["Factories", "Host", "Instrument", "ProcessHost", "Replica", "Router"]
 
 
 @dataclass(frozen=True, slots=True)
