@@ -199,6 +199,81 @@ listens = Listens.bind()
 """
 
 
+CHAINS = """
+import asyncio, signal, sys, threading
+from contextlib import asynccontextmanager
+from fastapi import FastAPI
+import ingress as serve
+
+def chained(number, text):
+    before = signal.getsignal(number)
+    loop = asyncio.get_running_loop()
+    def handler(number, frame):
+        assert asyncio.get_running_loop() is loop
+        print(f"{text} {signal.Signals(number).name}\\n", end="", flush=True)
+        if callable(before):
+            before(number, frame)
+    assert signal.signal(number, handler) == before
+    assert signal.getsignal(number) is handler
+    return before
+
+@asynccontextmanager
+async def lifespan(app):
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
+        chained(number, "first")
+    second = chained(signal.SIGTERM, "second")
+    signal.signal(signal.SIGUSR2, chained(signal.SIGUSR2, "taken back"))
+    default = chained(signal.SIGCONT, "taken back")
+    signal.signal(signal.SIGCONT, default)
+    assert signal.getsignal(signal.SIGCONT) == default
+    for bad in (signal.SIGINT, signal.SIG_IGN), (1000, print), (signal.SIGKILL, print):
+        try:
+            signal.signal(*bad)
+        except (ValueError, OSError, RuntimeError) as error:
+            print(type(error).__name__, error, flush=True)
+    yield
+    print("down", flush=True)
+
+app = FastAPI(lifespan=lifespan)
+
+@serve.deployment
+@serve.ingress(app)
+class Chains: ...
+
+chains = Chains.bind()
+in_process = Chains.options(isolation="process").bind()
+"""
+
+
+def test_a_lifespan_chains_handlers_by_signal_signal(tmp_path: Path) -> None:
+    write_module(tmp_path, "app", CHAINS)
+    with process([*INGRESS, "run", "--port", "0", "app:chains"], tmp_path,
+                 environment(tmp_path)) as server:  # fmt: skip
+        server.wait_for("is ready")
+        for number in (signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM):
+            server.signal(number)
+            server.wait_for(f"first {number.name}\n")
+        assert server.wait() == 0
+        told = server.output
+        assert told.index("second SIGTERM") < told.index("first SIGTERM") < told.index("down")
+        assert told.count("SIGHUP is ignored") == 1
+        assert "taken back" not in told
+        assert told.count("ValueError signal only works in main thread") == 1
+
+
+@pytest.mark.parametrize("how", ["process", "uvicorn"])
+def test_a_handler_that_no_thread_passes_on_is_refused_with_the_way_to_have_it(
+    tmp_path: Path, how: str
+) -> None:
+    write_module(tmp_path, "app", CHAINS)
+    words = [*INGRESS, "run", "--port", "0", "app:in_process"]
+    if how == "uvicorn":
+        words = [sys.executable, "-m", "uvicorn", "--port", "0", "app:chains"]
+    with process(words, tmp_path, environment(tmp_path)) as server:
+        assert server.wait() != 0
+        assert "main thread only. Register the handler at the top of the module" in server.output
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_handlers_of_a_replicas_loop_run_there_before_the_stop(tmp_path: Path, loop: str) -> None:
     write_module(tmp_path, "app", LISTENS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from ingress.core.base.settings import handles_signals
 
@@ -40,6 +41,7 @@ class StopSignals:
     SIGHUP calls `hang_up` instead, if that is given; at any line, so it must take no lock.
 
     Before that it makes the calls that `call` was given for it; other signals make only these.
+    Meanwhile `signal.signal` and `signal.getsignal` mean those of its loop in a replica's thread.
 
     No effect outside of the main thread, which alone gets signals, or if
     `INGRESS_HANDLE_SIGNALS=0`: the handlers of the process then stay.
@@ -55,6 +57,7 @@ class StopSignals:
     _previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = field(
         default_factory=dict
     )
+    handlers: dict[tuple[int, object], Any] = field(default_factory=dict)  # of `_signal`
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and handles_signals():
@@ -65,6 +68,7 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._on_signal)
             self._own = frozenset(numbers)
             IN_USE.append(self)
+            signal.signal, signal.getsignal = OURS
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,6 +76,8 @@ class StopSignals:
             signal.signal(number, handler)
         if self in IN_USE:
             IN_USE.remove(self)
+        if not IN_USE:
+            signal.signal, signal.getsignal = PYTHONS
 
     def call(self, number: int, owner: object, function: Callable[[], object] | None) -> bool:
         """Have a signal call `function` in the main thread, once the start is over. Thread-safe.
@@ -83,6 +89,7 @@ class StopSignals:
         if number in _UNCAUGHT:
             raise RuntimeError(f"sig {number} cannot be caught")
         calls = self._calls.setdefault(number, {})
+        self.handlers.pop((number, owner), None)
         had = calls.pop(owner, None) is not None
         if function is not None:
             calls[owner] = function
@@ -107,19 +114,28 @@ class StopSignals:
                     self._previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        stops = number in self._own and not (
+            self._hang_up is not None and number == getattr(signal, "SIGHUP", None)
+        )
+        is_first = self._first is None
+        if stops and is_first:
+            self._first = number
+        if threading.current_thread() is not threading.main_thread():
+            # A handler of the user's calls the one that was there before. Race with the signal
+            # that it was called for, which asked for the stop above, and does not ask twice.
+            self._signals.put(number)
+            return
         calls = self._calls.get(number, {})
         for owner in list(calls):
             # Race with the owner's thread, which may take it back.
             if (call := calls.get(owner)) is not None:
                 call()
-        if number not in self._own:
+        if not stops:
+            if self._hang_up is not None and number in self._own:
+                self._hang_up()
             return
-        if self._hang_up is not None and number == getattr(signal, "SIGHUP", None):
-            self._hang_up()
-            return
-        if self._first is not None:  # the user asked twice
+        if not is_first:  # the user asked twice
             os._exit(128 + number)
-        self._first = number
         self._signals.put(number)
         if self._is_starting:
             raise Stopped(number)
@@ -127,6 +143,41 @@ class StopSignals:
 
 IN_USE: list[StopSignals] = []
 """The handlers of the signals of this process, the latest last."""
+
+
+PYTHONS: Any = signal.signal, signal.getsignal
+"""Python's own functions, which register handlers in the main thread only."""
+
+
+def _loop_of_replica() -> Any:
+    """Return the loop that runs here, if it can pass signals on; `None` in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        return None
+    loop = asyncio._get_running_loop() if IN_USE else None
+    return loop if hasattr(loop, "thread_name") else None  # `core.calls.loops.ThreadAware`
+
+
+def _getsignal(number: int) -> Any:
+    loop = _loop_of_replica()
+    own = None if loop is None else IN_USE[-1].handlers.get((number, loop))
+    return PYTHONS[1](number) if own is None else own
+
+
+def _signal(number: int, handler: Any) -> Any:
+    """Register a handler as `signal.signal`, and from a replica's thread on its loop."""
+    loop = _loop_of_replica()
+    if loop is None:
+        return PYTHONS[0](number, handler)
+    before = _getsignal(number)
+    if callable(handler) and handler != PYTHONS[1](number):
+        loop.add_signal_handler(number, handler, number, None)
+        IN_USE[-1].handlers[number, loop] = handler
+    elif not loop.remove_signal_handler(number):
+        return PYTHONS[0](number, handler)  # which raises
+    return before
+
+
+OURS: Any = _signal, _getsignal
 
 
 def stop_signals() -> list[signal.Signals]:

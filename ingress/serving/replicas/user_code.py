@@ -33,8 +33,8 @@ MakePlan = Callable[[Callable[..., Any], Role], ExecutionPlan]
 _NEEDS_MAIN_THREAD = re.compile("(signal|set_wakeup_fd|add_signal_handler).* main thread")
 _SIGNALS = (
     "Constructors and lifespans run in their replica's thread, and Python takes signal handlers in "
-    "the main thread only. Register the handler at the top of the module; or, under `ingress run` "
-    "without --workers, by asyncio.get_running_loop().add_signal_handler(...). For the stop, "
+    "the main thread only. Register the handler at the top of the module, or serve with `ingress "
+    "run` without --workers, which passes signals on to replicas in threads. For the stop, "
     "SIGTERM and Ctrl-C run the part of the lifespan after `yield`, and `__del__`"
 )
 
