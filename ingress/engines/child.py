@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -161,16 +162,14 @@ async def _serve(
     return False
 
 
+@dataclass(eq=False, slots=True)
 class ChildEngine:
     """The engine of a replica's process: it has handles, whose calls the server's process makes.
 
     The server knows which deployments run, so a handle of one that does not fails at its call.
     """
 
-    __slots__ = ("_replica",)
-
-    def __init__(self, replica: str) -> None:
-        self._replica = replica
+    _replica: str
 
     @property
     def is_running(self) -> bool:

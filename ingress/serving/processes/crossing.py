@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import GetSetDescriptorType, MemberDescriptorType
@@ -149,13 +150,11 @@ def as_sent(value: object) -> object:
     return value
 
 
+@dataclass(eq=False, slots=True)
 class _Sent:
     """The exception that a call returns. It is not raised, and arrives as a value."""
 
-    __slots__ = ("_error",)
-
-    def __init__(self, error: object) -> None:
-        self._error = error
+    _error: object
 
     def __reduce__(self) -> tuple[object, ...]:
         return unpickled_error, (pickled_error(self._error),)  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from struct import Struct
 
 from ingress.exceptions import RayServeException
@@ -59,26 +60,22 @@ _BEATS = Struct("<Q")
 _BEATS_AT = _READ_AT + _READ.size
 
 
+@dataclass(eq=False, slots=True)
 class _Segment:
     """One segment, as its sender has it. `is_fresh` until it has been idle for a while."""
 
-    __slots__ = ("is_fresh", "memory", "number", "size")
-
-    def __init__(self, number: int, size: int, memory: mmap.mmap) -> None:
-        self.number = number
-        self.size = size
-        self.memory = memory
-        self.is_fresh = True
+    number: int
+    size: int
+    memory: mmap.mmap
+    is_fresh: bool = True
 
 
+@dataclass(eq=False, slots=True)
 class Segments:
     """The segments of a sender. Owned by the loop of its frames."""
 
-    __slots__ = ("_last", "_segments")
-
-    def __init__(self) -> None:
-        self._last = 0
-        self._segments: list[_Segment] = []
+    _last: int = 0
+    _segments: list[_Segment] = field(default_factory=list)
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[bytes, int]:
         """Copy a content, which is in pieces, into a segment.
@@ -135,17 +132,15 @@ class Segments:
         self._segments.clear()
 
 
+@dataclass(eq=False, slots=True)
 class Received:
     """The segments that a receiver has mapped. Owned by the loop of its frames.
 
     Views of them may be dropped in any thread.
     """
 
-    __slots__ = ("_segments", "_views")
-
-    def __init__(self) -> None:
-        self._segments: dict[int, mmap.mmap] = {}
-        self._views: dict[int, weakref.ref[object]] = {}
+    _segments: dict[int, mmap.mmap] = field(default_factory=dict)
+    _views: dict[int, weakref.ref[object]] = field(default_factory=dict)
 
     def add(self, place: memoryview, descriptor: int) -> None:
         """Map a segment that comes for the first time. The caller closes the descriptor.
