@@ -322,7 +322,7 @@ class LocalEngine:
         is the command or the file that asks for them, "" for code. All of
         them are checked first: either all apply, or an error is raised and nothing has changed.
         Returns what differed, an empty list if nothing did; replicas then start, drain or are
-        reconfigured one after another while requests go on. `wait_until_settled` waits for them.
+        reconfigured one after another while requests go on.
 
         The options that can be changed are those marked `IN_PLACE`. Raises `ValueError` for any
         other option, an unknown application or deployment, or a bad value; `TypeError` for an
@@ -338,23 +338,6 @@ class LocalEngine:
                 return self.apps.controller.change(running, options, origin)
 
             return run_blocking(threads.control.loop, change())
-
-    def wait_until_settled(self, app_name: str, timeout_s: float | None = None) -> None:
-        """Wait until the replicas are those that the options ask for.
-
-        Raises `TimeoutError` after `timeout_s`, `ValueError` if the application does not run, and
-        `DeploymentUnavailableError` if it is stopped meanwhile.
-        """
-        with self.operating() as threads:
-            running = self.applications.get(app_name)
-            if threads is None or running is None:
-                raise ValueError(f"application {app_name!r} does not run")
-
-            async def settle() -> None:
-                async with asyncio.timeout(timeout_s):
-                    await self.apps.controller.settled(running)
-
-            run_blocking(threads.control.loop, settle())
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
         window = self.threads.window
