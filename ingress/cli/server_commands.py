@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -16,8 +15,7 @@ from ingress.exceptions import RayServeException
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.part import WHAT
 from ingress.serving.control import changes
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 MOST_LOOK_S = 240.0
 SCALE = "ingress scale"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import logging
 import os
 import signal
 import socket
@@ -44,8 +43,7 @@ from ingress.serving.processes.output import LogLines, take_over
 from ingress.serving.processes.shared_memory import SharedNumbers
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.thread_host import ThreadHost
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 STOP_S = 3600.0  # at most: the parent kills a child that takes longer than it may
 

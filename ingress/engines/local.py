@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -48,8 +47,6 @@ from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
 from ingress.telemetry.logs.identity import leave_records
 from ingress.telemetry.logs.options import LOGS
 from ingress.telemetry.notable import NOTABLE
-
-logger = logging.getLogger("ingress")
 
 
 class LocalEngine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import warnings
@@ -45,8 +44,7 @@ from ingress.schema import (
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.serving.http.server import check_address
 from ingress.serving.http.server_options import ServerOptions
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 _FAILED = ApplicationStatus.DEPLOY_FAILED.value
 _START_FAILED = re.compile(r"deployment '[^\n]*' failed to start: .*")

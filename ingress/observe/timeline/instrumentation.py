@@ -10,7 +10,6 @@ base classes. Any other application has none of this code.
 from __future__ import annotations
 
 import asyncio
-import logging
 import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import replace
@@ -29,8 +28,7 @@ from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.host import Host
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 
 def record(recorder: Recorder, factories: Factories) -> Factories:

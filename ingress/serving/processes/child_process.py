@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from ingress.serving.processes.fork_server import ENDED, FORKED
 from ingress.serving.processes.output import ChildOutput
 from ingress.serving.processes.resources import VISIBLE
 from ingress.serving.processes.shared_memory import SharedNumbers
+from ingress.telemetry.logs import logger
 
 # Before the imports: they may take seconds, in which the parent may end.
 _PROLOGUE = """\
@@ -55,8 +55,6 @@ JOIN_S = 1.0
 LAST_LINES_S = 0.1
 _TRIES = 2
 _LOOK_S = 0.1
-
-logger = logging.getLogger("ingress")
 
 
 def _python(

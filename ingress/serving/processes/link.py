@@ -12,7 +12,6 @@ its process is killed, and replaced. An answer that cannot be read fails its cal
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -43,13 +42,12 @@ from ingress.serving.processes.remote_calls import RemoteCall, RemoteWork
 from ingress.serving.processes.resources import EnvironmentOf
 from ingress.serving.processes.shared_memory import SharedNumbers
 from ingress.serving.replicas.host import gone_error, not_begun_error
+from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import last_line as described
 
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
 _SEEN_S = 0.01  # until all processors have seen a write: 10,000 times as long as they take
 _START_ENDS_S = 0.3  # for `__del__` after a cancelled constructor; a delete waits for 0.5 s
-
-logger = logging.getLogger("ingress")
 
 
 class Link:
