@@ -76,7 +76,6 @@ class Asked:
         self.is_given_up = not self.is_answered.wait(timeout_s)
 
     def answer(self, pid: int, value: Any) -> None:
-        """Record the answer of a worker."""
         if pid in self.waits_for:
             self.waits_for.discard(pid)
             self.answers[pid] = value

@@ -80,7 +80,6 @@ class LocalEngine:
 
     @property
     def applications(self) -> dict[str, RunningApplication]:
-        """The running applications, by name."""
         return self.apps.running
 
     # The threads, counted.

@@ -293,7 +293,6 @@ class QueueConsumer:
         return self._failed(job, error)
 
     def _failed(self, job: Job, error: Exception) -> Outcome:
-        """Return the outcome of an attempt that failed."""
         is_last = job.tries - job.crashes > self._max_retries
         if is_last or isinstance(error, TaskPayloadError):
             logger.error(

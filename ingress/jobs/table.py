@@ -307,7 +307,6 @@ def counts(
 
 
 def get(db: sqlite3.Connection, now: float, id: str) -> Job | None:
-    """Return a job by its id."""
     del now
     return _one(db, "id = ?", (id,))
 

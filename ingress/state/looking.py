@@ -77,7 +77,6 @@ def _asked(replica: Replica) -> Callable[[float], ReplicaNow | None] | None:
 
 
 def _seen_there(replica: Replica) -> ReplicaNow:
-    """Return what runs on a replica, in its child process."""
     return RUNNING.look([replica], {})[0]
 
 

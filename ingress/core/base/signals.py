@@ -97,7 +97,6 @@ class StopSignals:
             raise Stopped(self._first)
 
     def wait(self) -> None:
-        """Wait for the first signal."""
         # Python calls handlers between two lines of this thread. A signal that the system hands to
         # another thread, or to this one just before it blocks, does not wake it.
         while self._first is None:

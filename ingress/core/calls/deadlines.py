@@ -96,7 +96,6 @@ _deadlines_lock = threading.Lock()
 
 
 def deadlines_of(loop: asyncio.AbstractEventLoop) -> Deadlines:
-    """Return the deadlines that this loop watches."""
     with _deadlines_lock:
         deadlines = _deadlines.get(loop)
         if deadlines is None:

@@ -299,7 +299,6 @@ def _fail(span: Span, error: BaseException) -> None:
 
 
 def _line_of(error: BaseException) -> dict[str, str | int]:
-    """Return the line that raised an error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

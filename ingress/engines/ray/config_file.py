@@ -257,7 +257,6 @@ def _group(name: str, members: Sequence[BuiltDeployment]) -> Group:
 
 
 def _counts(built: BuiltDeployment) -> tuple[int, int]:
-    """Return the least and the greatest number of replicas."""
     config = built.deployment.config
     scaling = config.autoscaling_config
     if scaling is None:

@@ -191,7 +191,6 @@ class Recorder:
         NOTABLE.unlisten(self.end)
 
     def see(self, call: Call) -> Journey:
-        """Return the journey of a call that has not ended."""
         if (journey := self._open.get(call)) is None:
             kind, name, metadata = "call", call.title(), call.metadata
             if call.members is not None:

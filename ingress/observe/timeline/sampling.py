@@ -66,7 +66,6 @@ def record(replicas: Iterable[Replica], seconds: float) -> str | None:
 
 
 def _sampled_there(replica: Replica, seconds: float) -> Timeline:
-    """Return a recording of a replica in its child process."""
     return _sampled([replica], seconds, replica.replica_id)
 
 

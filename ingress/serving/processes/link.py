@@ -205,7 +205,6 @@ class Link:
             self._child.join()
 
     def send(self, kind: Frame, content: Content) -> RemoteWork:
-        """Send the frame of some work."""
         assert self._frames is not None
         self._last += 1
         work = RemoteWork(kind, self._last, self._frames)

@@ -83,7 +83,6 @@ def _take_cores(number: int, name: str) -> list[int]:
 
 
 def _give(used: dict[K, float], taken: Iterable[K], part: float) -> None:
-    """Give back GPUs or cores: the child has ended."""
     with _lock:
         for each in taken:
             used[each] -= part

@@ -222,7 +222,6 @@ class SharedNumbers:
         self._memory = mmap.mmap(descriptor, _SIZE)
 
     def close_descriptor(self) -> None:
-        """Close the descriptor; the memory stays."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

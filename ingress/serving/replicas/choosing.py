@@ -264,7 +264,6 @@ class Chooser:
         self._changed = asyncio.Event()
 
     def ask(self, call: Call) -> None:
-        """Choose for a call that is in the queue."""
         if self._home is not None:
             self._home.mailbox.post(self._begin, call)
             return

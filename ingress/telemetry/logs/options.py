@@ -107,7 +107,6 @@ def _has(config: LoggingConfig, option: str) -> bool:
 
 
 def number_of(level: str | int) -> int:
-    """Return the number of a level."""
     return level if isinstance(level, int) else logging.getLevelNamesMapping()[level.upper()]
 
 

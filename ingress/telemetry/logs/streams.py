@@ -165,7 +165,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_json_object(line: str | bytes) -> bool:
-    """Return whether a line is one JSON object."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):

@@ -220,7 +220,6 @@ class StallLog:
     _lines: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
 
     def keep(self, stall: Stall) -> None:
-        """Keep a stall that is over."""
         self.recent.append(stall)
         self.worst.add(stall)
 
