@@ -13,8 +13,7 @@ from ingress.observe.live.history import Growth, History, Series, deployments_of
 from ingress.observe.live.part import Configuration
 from ingress.observe.live.problems import LOGGED, add_problems, is_growing
 from ingress.observe.live.view import Problem, View, view_of
-from ingress.observe.timeline.profile import Profile
-from ingress.observe.timeline.sampling import merged_traces
+from ingress.observe.timeline.sampling import Profile, merged_traces
 from ingress.state.looking import LinesPart, LogLine, Look
 from ingress.state.memory import MemoryOfProcess
 

@@ -15,8 +15,7 @@ from ingress.config import HTTPOptions
 from ingress.core.base.options import plain
 from ingress.core.base.settings import SYNC_IN_THREADPOOL, Settings, environment
 from ingress.observe.inspection.explain import rows_of
-from ingress.observe.timeline.profile import profile
-from ingress.observe.timeline.sampling import record
+from ingress.observe.timeline.sampling import profile, record
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.server_options import ServerOptions
 from ingress.state.looking import last_lines, look_at, replicas_of
