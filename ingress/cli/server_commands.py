@@ -12,8 +12,7 @@ from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.sd_notify import notify
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
-from ingress.observe.live.observer import Observer
-from ingress.observe.live.part import WHAT
+from ingress.observe.live.observer import WHAT, Observer
 from ingress.serving.control import changes
 from ingress.telemetry.logs import logger
 

@@ -36,7 +36,7 @@ from ingress.cli.server_commands import Changes, Failed
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
 from ingress.core.base.settings import watchdog_s
 from ingress.core.base.signals import stop_signals
-from ingress.observe.live.part import WHAT
+from ingress.observe.live.observer import WHAT
 from ingress.serving.http.address import SharedPort
 from ingress.state.server import Snapshot, both_kept
 
