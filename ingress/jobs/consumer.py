@@ -123,7 +123,6 @@ class QueueConsumer:
 
     def pause(self, timeout_s: float) -> None:
         """Take no more jobs: the deployment drains. Those that run go on until that has ended."""
-        del timeout_s
         self._is_stopping = True
         self._wake()
 

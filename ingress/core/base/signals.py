@@ -14,6 +14,15 @@ from typing import Self
 
 from ingress.core.base.settings import handles_signals
 
+
+def name_of_signal(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
 LOOK_S = 0.5
 """Longest time after which a signal that did not wake the main thread is seen."""
 

@@ -260,7 +260,10 @@ def reserve_descriptors(loops: int, *, may_raise: bool = True) -> None:
         hard = soft
     elif soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = _held_descriptors() + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
+    held = 0
+    with suppress(OSError):  # a chroot may have no list
+        held = len(os.listdir("/dev/fd"))
+    needed = held + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise RuntimeError(
             f"{loops} more event loops need {needed} file descriptors in all, and this process "
@@ -268,17 +271,6 @@ def reserve_descriptors(loops: int, *, may_raise: bool = True) -> None:
             "start fewer replicas, or let them share a loop with "
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0"
         )
-
-
-def _held_descriptors() -> int:
-    """Return the number of descriptors that this process has open."""
-    for folder in ("/dev/fd", "/proc/self/fd"):  # a chroot may have none, or one of them
-        with suppress(OSError):
-            return len(os.listdir(folder))
-    ends = os.pipe()  # they get the lowest free numbers
-    for each in ends:
-        os.close(each)
-    return max(ends) - 1
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

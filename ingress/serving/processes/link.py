@@ -12,13 +12,13 @@ its process is killed, and replaced. An answer that cannot be read fails its cal
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from secrets import token_hex
 
+from ingress.core.base.signals import name_of_signal
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import Call
 from ingress.core.calls.loops import mailbox_of
@@ -365,9 +365,6 @@ def end_of(
         return f"its process {pid} closed its connection"
     if code >= 0:
         return f"its process {pid} ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = name_of_signal(-code)
     hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
     return f"its process {pid} was killed by {name}{hint}"

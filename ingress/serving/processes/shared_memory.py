@@ -245,8 +245,7 @@ class SharedNumbers:
     @property
     def last_begun(self) -> int:
         """The number of the last call that has begun; 0 for none."""
-        begun: int = _BEGUN.unpack_from(self._memory, 0)[0]
-        return begun
+        return int(_BEGUN.unpack_from(self._memory, 0)[0])
 
     def read(self, call: int) -> None:
         """Note that the arguments of a call are being read; 0 for none."""
@@ -255,8 +254,7 @@ class SharedNumbers:
     @property
     def being_read(self) -> int:
         """The number of the call whose arguments are being read; 0 for none."""
-        number: int = _READ.unpack_from(self._memory, _READ_AT)[0]
-        return number
+        return int(_READ.unpack_from(self._memory, _READ_AT)[0])
 
     def turn(self, now: float) -> None:
         """Note that the user loop turns, in seconds of `monotonic`, the same in all processes."""
@@ -265,8 +263,7 @@ class SharedNumbers:
     @property
     def turned_at(self) -> float:
         """The time at which the user loop last turned; 0 before it serves."""
-        turned_at: float = _TURNED.unpack_from(self._memory, _BEGUN.size)[0]
-        return turned_at
+        return float(_TURNED.unpack_from(self._memory, _BEGUN.size)[0])
 
     def beat(self, now: float) -> None:
         """Note that the user loop turns: this is called on it, a `turn` in any thread."""
@@ -280,8 +277,7 @@ class SharedNumbers:
     @property
     def beats(self) -> int:
         """The number of times that the user loop was seen to turn."""
-        beats: int = _BEATS.unpack_from(self._memory, _BEATS_AT)[0]
-        return beats
+        return int(_BEATS.unpack_from(self._memory, _BEATS_AT)[0])
 
     def close(self) -> None:
         self.close_descriptor()
