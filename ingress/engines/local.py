@@ -43,9 +43,8 @@ from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.replicas.router import Router
 from ingress.state.applications import ApplicationSnapshot, status_of
 from ingress.state.server import Snapshot, snapshot_of
-from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
 from ingress.telemetry.logs.identity import leave_records
-from ingress.telemetry.logs.options import LOGS
+from ingress.telemetry.logs.options import LOGS, act_on_options, stop_using, use
 from ingress.telemetry.notable import NOTABLE
 
 

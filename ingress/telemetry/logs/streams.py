@@ -24,8 +24,7 @@ from typing import Any
 
 from ingress.config import LoggingConfig
 from ingress.telemetry.logs.formats import JSONFormatter
-from ingress.telemetry.logs.handlers import Printer, act_on_options
-from ingress.telemetry.logs.options import ACCESS, LOGS
+from ingress.telemetry.logs.options import ACCESS, LOGS, Printer, act_on_options
 from ingress.telemetry.logs.sinks import STDERR, STDOUT, Sink, at_exit
 
 LONGEST = 64 * 1024  # characters of a text without a line break that wait for one
