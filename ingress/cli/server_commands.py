@@ -35,8 +35,6 @@ class JobsAnswer(TypedDict):
 class Failed(str):
     """The text of an error in a worker."""
 
-    __slots__ = ()
-
 
 def commands_of(
     observer: Observer, change: Callable[..., list[str]], jobs: Callable[..., JobsAnswer]

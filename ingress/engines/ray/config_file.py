@@ -210,8 +210,6 @@ def text_of(document: dict[str, object], targets: Sequence[str]) -> str:
 class Block(str):
     """A text of several lines, which YAML shows as such."""
 
-    __slots__ = ()
-
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """A dumper for this module's documents."""
