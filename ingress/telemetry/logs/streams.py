@@ -68,7 +68,7 @@ class JSONStream(io.TextIOBase):
         thread = threading.get_ident()
         begun = self._begun.pop(thread, "") + text
         if begun.endswith("\n") or len(begun) > LONGEST:
-            self._put(begun)
+            self.put(begun)
         else:
             self._begun[thread] = begun
         return len(text)
@@ -88,21 +88,18 @@ class JSONStream(io.TextIOBase):
         """Return the binary side. The stream can still be used."""
         return self.buffer
 
-    def put(self, line: str, fields: Mapping[str, object]) -> None:
-        """Write a whole line that another process has printed, with fields of its own."""
-        self._put(line, fields)
-
     def finish(self) -> None:
         """Put the texts that no line break has ended."""
         for thread in list(self._begun):
-            self._put(self._begun.pop(thread, ""))  # the thread may print just now
+            self.put(self._begun.pop(thread, ""))  # the thread may print just now
 
     def forget(self) -> None:
         """Drop the texts that were begun before a fork: the parent ends them."""
         self._begun.clear()
         self._is_of_a_child = True
 
-    def _put(self, text: str, fields: Mapping[str, object] | None = None) -> None:
+    def put(self, text: str, fields: Mapping[str, object] | None = None) -> None:
+        """Write whole lines; `fields` are those of a line that another process has printed."""
         lines = text.rstrip("\n")
         if not lines.strip():
             return
