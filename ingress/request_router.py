@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-import logging
 import random
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 
 from ingress.core.base.types import DeploymentID, ReplicaID, new_request_id
 from ingress.core.calls.call import Call
+from ingress.telemetry.logs import logger
 
 __all__ = [
     "ConsistentHashRouter",
@@ -44,7 +44,6 @@ __all__ = [
     "SyncRequestRouter",
 ]
 
-logger = logging.getLogger("ingress")
 
 ReplicaResult = Any
 """The result of a call, which Ray's `on_request_routed` gets; here it is `None`."""

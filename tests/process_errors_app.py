@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -74,11 +73,6 @@ class Slots(Exception):
 
     def __init__(self, *, code: int) -> None:
         self.code, self.__secret = code, "s"
-
-
-class Code(Exception, enum.Enum):
-    MISSING = "missing"
-    OTHER = "other"
 
 
 @dataclass
@@ -238,9 +232,6 @@ class Failing:
             pass
 
         raise LocalError("its text") from KeyError("cause")
-
-    async def member(self) -> None:
-        raise Code.MISSING
 
     async def wrap(self) -> None:
         try:

@@ -326,7 +326,12 @@ def change(deployment: str, **options: Any) -> list[Any]:
 
 def settle(timeout_s: float = PATIENCE_S) -> None:
     """Wait until the application "default" has the replicas that it should have."""
-    local_engine().wait_until_settled("default", timeout_s)
+
+    def is_settled() -> bool:
+        application = local_engine().application_snapshots()["default"]
+        return all(each.is_settled for each in application.deployments.values())
+
+    wait_until(is_settled, timeout_s)
 
 
 class _Keeping(logging.Handler):

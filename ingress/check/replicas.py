@@ -55,7 +55,6 @@ def shared_objects(deployments: Iterable[BuiltDeployment], sources: Sources) -> 
 def findings_of_processes(
     deployments: Iterable[BuiltDeployment], sources: Sources, settings: Settings
 ) -> Iterator[Finding]:
-    """Yield the findings of the deployments whose replicas are processes."""
     for built in deployments:
         if built.deployment.config.isolation == "process":
             yield from _arguments(built, sources)

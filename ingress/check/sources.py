@@ -220,7 +220,6 @@ class Sources:
                 yield from self.mro(*home, depth - 1)
 
     def class_called(self, full_name: str) -> tuple[SourceFile, str] | None:
-        """Return the file of a user class, and its name there."""
         module, dot, name = full_name.rpartition(".")
         while dot:
             if (file := self._modules.get(module)) is not None and name in file.classes:
@@ -230,12 +229,10 @@ class Sources:
         return None
 
     def is_class(self, name: str, file: SourceFile) -> bool:
-        """Return whether a name is a user class."""
         owner, name = self._home(name, file)
         return name in owner.classes
 
     def is_module(self, name: str, file: SourceFile) -> bool:
-        """Return whether a name is a user module."""
         return file.imports.get(name) in self._modules
 
     def is_global(self, name: str, file: SourceFile) -> bool:

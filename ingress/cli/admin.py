@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ingress.core.base.settings import admin_settings
@@ -38,17 +39,15 @@ def resolved(options: AdminOptions | None) -> AdminOptions:
     return by_code if by_code is not None and not options.is_given else options
 
 
+@dataclass(eq=False, slots=True)
 class Admin:
     """The admin listener of a server, if it is on, and `line`, which names it while it listens."""
 
-    def __init__(
-        self, make: Callable[[], Snapshot], options: AdminOptions, observer: Observer
-    ) -> None:
-        self._make = make
-        self._options = options
-        self._observer = observer
-        self._listener: AdminListener | None = None
-        self.line = ""
+    _make: Callable[[], Snapshot]
+    _options: AdminOptions
+    _observer: Observer
+    _listener: AdminListener | None = None
+    line: str = ""
 
     def listen(self) -> None:
         """Begin to listen. Raises `RuntimeError` if the address is busy."""

@@ -27,7 +27,7 @@ from ingress.cli.target import AsJSON, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed, write
 from ingress.observe.live.observer import DeploymentProgress
 from ingress.observe.timeline.chrome import check_writable
-from ingress.observe.timeline.profile import as_flame_graph, as_speedscope, hottest, paths
+from ingress.observe.timeline.sampling import as_flame_graph, as_speedscope, hottest, paths
 
 ASK_S = 5.0  # for the status of a server
 PAUSE_S = 0.2  # between the looks of `--wait`

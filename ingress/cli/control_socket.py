@@ -14,7 +14,6 @@ connection. No symbolic link is followed.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import socketserver
@@ -30,6 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ingress.core.base.settings import RUNTIME_DIR, is_runtime_folder_named, runtime_folder
+from ingress.telemetry.logs import logger
 
 if sys.platform != "win32":
     from pwd import getpwuid
@@ -133,7 +133,6 @@ JOIN_S = 1.0
 LOGGED = frozenset(("reload", "replace", "retire", "scale", "stop"))
 """The commands that change a server: each is a line in its log."""
 
-logger = logging.getLogger("ingress")
 
 Command = Callable[[Mapping[str, Any]], Any]
 """A command: it gets the arguments of a request, and returns JSON."""

@@ -10,7 +10,6 @@ A file that is wrong changes nothing.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -34,11 +33,11 @@ from ingress.core.base.options import IN_PLACE
 from ingress.core.base.settings import Settings, export
 from ingress.serving.http.address import Address, SharedPort
 from ingress.serving.http.server_options import ServerOptions
+from ingress.telemetry.logs import logger
 
 LOOK_S = 1.0  # with `--watch`
 JOIN_S = 1.0
 
-logger = logging.getLogger("ingress")
 
 AT_START = frozenset({"logging_config"})
 """Differences that the supervisor's own configuration has."""

@@ -50,8 +50,7 @@ from ingress.core.base.settings import ENGINE, OMP_NUM_THREADS, Settings, event_
 from ingress.engines import current_engine, local_engine, ray_engine
 from ingress.exceptions import RayServeException
 from ingress.observe.inspection.budget import ThreadBudget, thread_budget
-from ingress.observe.live.observer import Observer
-from ingress.observe.live.part import parts_of
+from ingress.observe.live.observer import Observer, parts_of
 from ingress.serving.http.address import SharedPort, url_of
 from ingress.serving.http.admin_address import OFF, AdminOptions
 from ingress.serving.http.server_options import ServerOptions

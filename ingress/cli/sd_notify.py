@@ -6,7 +6,6 @@ Source: sd_notify(3). One datagram to the socket that the variable NOTIFY_SOCKET
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,9 @@ from time import monotonic_ns
 
 from ingress.core.base.settings import notify_socket, watchdog_s
 from ingress.core.calls.loops import mailbox_of
+from ingress.telemetry.logs import logger
 
 READY = "READY=1"
-
-logger = logging.getLogger("ingress")
 
 
 def notify(state: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -13,11 +12,9 @@ from ingress.cli.control_socket import Command, CommandError
 from ingress.cli.sd_notify import notify
 from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
-from ingress.observe.live.observer import Observer
-from ingress.observe.live.part import WHAT
+from ingress.observe.live.observer import WHAT, Observer
 from ingress.serving.control import changes
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 MOST_LOOK_S = 240.0
 SCALE = "ingress scale"
@@ -37,8 +34,6 @@ class JobsAnswer(TypedDict):
 
 class Failed(str):
     """The text of an error in a worker."""
-
-    __slots__ = ()
 
 
 def commands_of(

@@ -26,7 +26,7 @@ from ingress.observe.inspection import explain
 from ingress.observe.inspection.budget import ThreadBudget
 from ingress.schema import ServeStatus
 from ingress.telemetry.logs.formats import tame
-from ingress.telemetry.logs.handlers import AccessPrinter, Printer
+from ingress.telemetry.logs.options import AccessPrinter, Printer
 
 OutputOption = Annotated[
     Path | None,

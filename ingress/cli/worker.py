@@ -59,8 +59,7 @@ from ingress.core.calls.loops import run_blocking
 from ingress.engines import local_engine
 from ingress.engines.hosting import CombinedApp
 from ingress.exceptions import OptionNotActedOnWarning
-from ingress.observe.live.observer import Observer
-from ingress.observe.live.part import parts_of
+from ingress.observe.live.observer import Observer, parts_of
 from ingress.serving.http.address import SharedPort, url_of
 from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.http.uvicorn_server import UvicornServer

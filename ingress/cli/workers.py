@@ -35,8 +35,8 @@ from ingress.cli.sd_notify import notify
 from ingress.cli.server_commands import Changes, Failed
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
 from ingress.core.base.settings import watchdog_s
-from ingress.core.base.signals import stop_signals
-from ingress.observe.live.part import WHAT
+from ingress.core.base.signals import name_of_signal, stop_signals
+from ingress.observe.live.observer import WHAT
 from ingress.serving.http.address import SharedPort
 from ingress.state.server import Snapshot, both_kept
 
@@ -76,7 +76,6 @@ class Asked:
         self.is_given_up = not self.is_answered.wait(timeout_s)
 
     def answer(self, pid: int, value: Any) -> None:
-        """Record the answer of a worker."""
         if pid in self.waits_for:
             self.waits_for.discard(pid)
             self.answers[pid] = value
@@ -522,9 +521,5 @@ class Supervisor:
 
 
 def _how(process: multiprocessing.process.BaseProcess) -> str:
-    if (code := process.exitcode) is None or code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+    code = process.exitcode
+    return f"exit code {code}" if code is None or code >= 0 else name_of_signal(-code)

@@ -12,7 +12,6 @@ Each of them runs only a few lines between two waits, so none waits for another 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -32,10 +31,9 @@ from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.proxy import RouteTable
 from ingress.serving.replicas.router import Router
 from ingress.state.applications import ApplicationSnapshot, FailedStart, application_snapshot
+from ingress.telemetry.logs import logger
 from ingress.telemetry.logs.options import LOGS
 from ingress.telemetry.watchdog.stacks import NOWHERE
-
-logger = logging.getLogger("ingress")
 
 A = TypeVar("A", RunningApplication, FailedStart)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import logging
 import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -43,8 +43,7 @@ from ingress.serving.processes.output import LogLines, take_over
 from ingress.serving.processes.shared_memory import SharedNumbers
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.thread_host import ThreadHost
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 STOP_S = 3600.0  # at most: the parent kills a child that takes longer than it may
 
@@ -161,16 +160,14 @@ async def _serve(
     return False
 
 
+@dataclass(eq=False, slots=True)
 class ChildEngine:
     """The engine of a replica's process: it has handles, whose calls the server's process makes.
 
     The server knows which deployments run, so a handle of one that does not fails at its call.
     """
 
-    __slots__ = ("_replica",)
-
-    def __init__(self, replica: str) -> None:
-        self._replica = replica
+    _replica: str
 
     @property
     def is_running(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -15,8 +14,7 @@ from ingress.serving.http.request_head import RoutingHeaders
 from ingress.serving.http.retrying import RequestLimits
 from ingress.serving.http.server import HTTPServer
 from ingress.serving.http.server_options import ServerOptions
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 # Options that still take effect on a server that already listens.
 _LIVE_OPTIONS = frozenset(

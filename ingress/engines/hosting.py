@@ -366,14 +366,12 @@ class Hosted:
                 await run_on(threads.control.loop, apps.end_and_release, start)
 
 
+@dataclass(eq=False, slots=True)
 class Hosting:
     """The `ApplicationHost` of every application that is served as an ASGI app in this process."""
 
-    __slots__ = ("_engine", "_lock")
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-        self._lock = Lock()
+    _engine: LocalEngine
+    _lock: Lock = field(default_factory=Lock)
 
     def __call__(
         self, application: Application, scope: Scope, receive: Receive, send: Send

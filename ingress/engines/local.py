@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -44,12 +43,9 @@ from ingress.serving.http.server_options import ServerOptions
 from ingress.serving.replicas.router import Router
 from ingress.state.applications import ApplicationSnapshot, status_of
 from ingress.state.server import Snapshot, snapshot_of
-from ingress.telemetry.logs.handlers import act_on_options, stop_using, use
 from ingress.telemetry.logs.identity import leave_records
-from ingress.telemetry.logs.options import LOGS
+from ingress.telemetry.logs.options import LOGS, act_on_options, stop_using, use
 from ingress.telemetry.notable import NOTABLE
-
-logger = logging.getLogger("ingress")
 
 
 class LocalEngine:
@@ -83,7 +79,6 @@ class LocalEngine:
 
     @property
     def applications(self) -> dict[str, RunningApplication]:
-        """The running applications, by name."""
         return self.apps.running
 
     # The threads, counted.
@@ -322,7 +317,7 @@ class LocalEngine:
         is the command or the file that asks for them, "" for code. All of
         them are checked first: either all apply, or an error is raised and nothing has changed.
         Returns what differed, an empty list if nothing did; replicas then start, drain or are
-        reconfigured one after another while requests go on. `wait_until_settled` waits for them.
+        reconfigured one after another while requests go on.
 
         The options that can be changed are those marked `IN_PLACE`. Raises `ValueError` for any
         other option, an unknown application or deployment, or a bad value; `TypeError` for an
@@ -338,23 +333,6 @@ class LocalEngine:
                 return self.apps.controller.change(running, options, origin)
 
             return run_blocking(threads.control.loop, change())
-
-    def wait_until_settled(self, app_name: str, timeout_s: float | None = None) -> None:
-        """Wait until the replicas are those that the options ask for.
-
-        Raises `TimeoutError` after `timeout_s`, `ValueError` if the application does not run, and
-        `DeploymentUnavailableError` if it is stopped meanwhile.
-        """
-        with self.operating() as threads:
-            running = self.applications.get(app_name)
-            if threads is None or running is None:
-                raise ValueError(f"application {app_name!r} does not run")
-
-            async def settle() -> None:
-                async with asyncio.timeout(timeout_s):
-                    await self.apps.controller.settled(running)
-
-            run_blocking(threads.control.loop, settle())
 
     def writing_on_signal(self) -> AbstractContextManager[None]:
         window = self.threads.window

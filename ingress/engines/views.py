@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from ingress.core.base.settings import ADMIN, admin_settings
 from ingress.serving.http.admin_address import AdminOptions
+from ingress.telemetry.logs import logger
 
 if TYPE_CHECKING:
     from ingress.serving.control.factories import Instrument
     from ingress.state.server import Server
-
-logger = logging.getLogger("ingress")
 
 
 class Recording(Protocol):

@@ -140,7 +140,6 @@ def code_end(response: Any) -> threading.Event:
 
 
 def has_begun(response: Any) -> bool:
-    """Return whether a replica has begun the call."""
     return bool(response._call.began_at)
 
 

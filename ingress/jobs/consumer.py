@@ -123,7 +123,6 @@ class QueueConsumer:
 
     def pause(self, timeout_s: float) -> None:
         """Take no more jobs: the deployment drains. Those that run go on until that has ended."""
-        del timeout_s
         self._is_stopping = True
         self._wake()
 
@@ -293,7 +292,6 @@ class QueueConsumer:
         return self._failed(job, error)
 
     def _failed(self, job: Job, error: Exception) -> Outcome:
-        """Return the outcome of an attempt that failed."""
         is_last = job.tries - job.crashes > self._max_retries
         if is_last or isinstance(error, TaskPayloadError):
             logger.error(

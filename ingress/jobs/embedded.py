@@ -57,8 +57,7 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
         self._store: Store | None = None
 
     def initialize(self, consumer_concurrency: int = DEFAULT_CONCURRENCY) -> None:
-        del consumer_concurrency  # the slots of the replicas
-        if self._store is None:
+        if self._store is None:  # its jobs run in the slots of the replicas
             self._store = use_store(self._options.path)
 
     def consumer(

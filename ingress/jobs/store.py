@@ -146,7 +146,6 @@ class Store:
 
     def is_alive(self, db: sqlite3.Connection, now: float, owner: int) -> bool:
         """Return whether the process of an owner lives; an operation, for `read`."""
-        del db, now
         if owner == self.owner:
             return True
         try:
@@ -288,7 +287,6 @@ class Store:
 
     def own(self, db: sqlite3.Connection, now: float) -> int:
         """Return the owner of this process, and make it first; an operation, for `write`."""
-        del now
         if not self.owner:
             self.owner = db.execute("insert into owner default values").lastrowid or 0
             db.execute("delete from owner where id < ?", (self.owner,))

@@ -277,7 +277,6 @@ def cancel(db: sqlite3.Connection, now: float, id: str, keep_s: float) -> Job | 
 
 def owners(db: sqlite3.Connection, now: float, queue: str) -> list[int]:
     """Return the owners of the jobs of a queue that run."""
-    del now
     found = (
         "select distinct owner from job where owner is not null and queue = ? and state = 'running'"
     )
@@ -307,8 +306,6 @@ def counts(
 
 
 def get(db: sqlite3.Connection, now: float, id: str) -> Job | None:
-    """Return a job by its id."""
-    del now
     return _one(db, "id = ?", (id,))
 
 
@@ -321,7 +318,6 @@ def listed(
     limit: int = 100,
 ) -> list[Job]:
     """Return one job of a queue, or those in a state, the newest first."""
-    del now
     where, given = _where(queue, id, state)
     rows = db.execute(f"select * from job {where} order by seq desc limit ?", (*given, limit))
     return [Job._make(row) for row in rows]
@@ -342,7 +338,6 @@ def retry(db: sqlite3.Connection, now: float, queue: str, id: str | None, state:
 
 def purge(db: sqlite3.Connection, now: float, queue: str, id: str | None, state: str | None) -> int:
     """Delete one job of a queue, or those in a state. Those that run stay. Returns their number."""
-    del now
     where, given = _where(queue, id, state)
     return db.execute(f"delete from job {where} and state != 'running'", given).rowcount
 

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 def listen(server: Server, options: AdminOptions, /) -> tuple[str, Callable[[], None]]:
     """Start an admin listener with the page. Returns its URL, and a function that stops both."""
     from ingress.observe.admin.listener import AdminListener
-    from ingress.observe.live.observer import Observer
+    from ingress.observe.live.observer import Observer, parts_of
     from ingress.observe.live.page import routes
-    from ingress.observe.live.part import parts_of
     from ingress.state.server import snapshot_of
 
     observer = Observer(partial(parts_of, server))

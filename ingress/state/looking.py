@@ -7,7 +7,6 @@ loop has stood.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
 from ingress.state.running import RUNNING, STOOD_S, ReplicaNow, stood_s
 from ingress.state.server import Server, Snapshot, snapshot_of
+from ingress.telemetry.logs import logger
 from ingress.telemetry.logs.last_lines import LAST_LINES
 from ingress.telemetry.logs.last_lines import LogLine as LogLine
 from ingress.telemetry.notable import NOTABLE
-
-logger = logging.getLogger("ingress")
 
 ANSWER_S = 0.3  # for the answers of all children together
 
@@ -79,7 +77,6 @@ def _asked(replica: Replica) -> Callable[[float], ReplicaNow | None] | None:
 
 
 def _seen_there(replica: Replica) -> ReplicaNow:
-    """Return what runs on a replica, in its child process."""
     return RUNNING.look([replica], {})[0]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import linecache
-import logging
 import os
 import threading
 import tracemalloc
@@ -24,8 +23,7 @@ from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
 from ingress.state.looking import replicas_of
 from ingress.state.server import Server
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 TOP = 10  # lines and types
 _FRAMES = 12  # of an allocation: some are those of libraries

@@ -82,7 +82,6 @@ class ProcessSnapshot:
 
 
 def process_snapshot(name: str, pid: int) -> ProcessSnapshot:
-    """Return the snapshot of one process."""
     return ProcessSnapshot(name, pid, *process_facts(pid))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Any, NamedTuple
 
@@ -79,20 +80,18 @@ class Ended(NamedTuple):
         }
 
 
+@dataclass(eq=False, slots=True)
 class NotableCalls:
     """The calls that are kept. Thread-safe.
 
     least_s  the duration from which a call is slow enough; any thread reads it without the lock
     """
 
-    __slots__ = ("_failed", "_listeners", "_lock", "_slowest", "least_s")
-
-    def __init__(self) -> None:
-        self.least_s = 0.0
-        self._lock = threading.Lock()
-        self._slowest: list[Ended] = []
-        self._failed: deque[Ended] = deque(maxlen=FAILED)
-        self._listeners: tuple[Listener, ...] = ()
+    least_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _slowest: list[Ended] = field(default_factory=list)
+    _failed: deque[Ended] = field(default_factory=lambda: deque(maxlen=FAILED))
+    _listeners: tuple[Listener, ...] = ()
 
     def add(self, call: Call, ended: Ended) -> None:
         """Keep a call that failed, or was slow."""

@@ -61,8 +61,6 @@ _REMOTE = "\nThe traceback in the replica's process:\n"
 class ExplainingNote(str):
     """A note on an error whose traceback has no line of the user's: it is shown in its place."""
 
-    __slots__ = ()
-
 
 def explanation_of(error: BaseException) -> ExplainingNote | None:
     """Return the explanation among the notes of an error, `None` if it has none."""

@@ -25,8 +25,7 @@ from ingress.core.calls.call import Call
 from ingress.engines import local_engine
 from ingress.observe.live import problems
 from ingress.observe.live.history import STEP_S, History, percentile
-from ingress.observe.live.observer import Observer
-from ingress.observe.live.part import parts_of
+from ingress.observe.live.observer import Observer, parts_of
 from ingress.observe.live.view import DeploymentView
 from ingress.state.applications import ApplicationSnapshot
 from ingress.state.deployments import DeploymentSnapshot, ReplicaSnapshot

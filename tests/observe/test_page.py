@@ -24,9 +24,8 @@ import ingress as serve
 from ingress.cli import worker_commands, workers
 from ingress.engines import local_engine
 from ingress.observe.admin.listener import AdminListener
-from ingress.observe.live.observer import Observer
+from ingress.observe.live.observer import Observer, parts_of
 from ingress.observe.live.page import MOST, PAUSE_S, REPLICA, routes
-from ingress.observe.live.part import parts_of
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.state.applications import ApplicationSnapshot
 from ingress.state.looking import Look

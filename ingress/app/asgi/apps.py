@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +39,7 @@ from ingress.app.asgi.wrapped import is_alike, rebased, take_layers, take_method
 from ingress.core.base.foreign import advisory, copied
 from ingress.core.execution.errors import is_noted, note_other_loop
 from ingress.exceptions import CALL_ERRORS, RayServeException
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of close codes
 

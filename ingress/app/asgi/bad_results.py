@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -32,10 +31,9 @@ from ingress.app.asgi.compat import serialize_response
 from ingress.app.asgi.dependencies import target_of
 from ingress.app.asgi.methods import GENERATORS
 from ingress.core.execution.execution import code_of, kind, name_of
+from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import is_users, last_line
 from ingress.telemetry.tracebacks import ExplainingNote
-
-logger = logging.getLogger("ingress")
 
 _UNAWAITED = "A DeploymentResponse is not the answer yet: write `await` where the call is made."
 _MOST = 10_000  # parts of a value that are looked at

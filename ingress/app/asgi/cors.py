@@ -13,7 +13,6 @@ preflight gets the answer of the layer.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -28,8 +27,7 @@ from starlette.types import ASGIApp, Message, Scope
 from ingress.app.asgi.layer import Layer
 from ingress.core.base.foreign import sharing
 from ingress.core.execution.execution import call_inline
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 _Layer = Callable[[ASGIApp], ASGIApp]
 

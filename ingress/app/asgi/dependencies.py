@@ -21,6 +21,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,7 @@ class BoundAsyncGenerator(Lifted):
             yield value
 
 
+@dataclass(eq=False, slots=True)
 class Dependencies:
     """The replacement of the dependencies of one deployment's routes.
 
@@ -113,12 +115,9 @@ class Dependencies:
     the user's endpoints, by the ids of these.
     """
 
-    __slots__ = ("_providers", "endpoints", "methods")
-
-    def __init__(self, methods: Methods) -> None:
-        self.methods = methods
-        self.endpoints: dict[int, Any] = {}
-        self._providers: dict[int, Overrides] = {}
+    methods: Methods
+    endpoints: dict[int, Any] = field(default_factory=dict)
+    _providers: dict[int, Overrides] = field(default_factory=dict)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -159,17 +158,15 @@ class Dependencies:
                 each.find(call)
 
 
+@dataclass(eq=False, slots=True)
 class Overrides:
     """A provider of dependency overrides, and those overrides, with their values replaced.
 
     `users` is the user's provider. FastAPI looks one dependency up at each node.
     """
 
-    __slots__ = ("_owner", "users")
-
-    def __init__(self, owner: Dependencies, provider: Any) -> None:
-        self._owner = owner
-        self.users = provider
+    _owner: Dependencies
+    users: Any
 
     @property
     def dependency_overrides(self) -> Any:

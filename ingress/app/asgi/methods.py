@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import logging
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -55,8 +54,7 @@ from ingress.core.base.foreign import dict_of, has_code_for, unwrapped
 from ingress.core.base.signatures import annotations_of, signature_of
 from ingress.core.execution.execution import Kind, code_of, kind, name_of
 from ingress.exceptions import RayServeException
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 GENERATORS = (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
 

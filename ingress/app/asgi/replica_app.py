@@ -10,7 +10,6 @@ error. They are a fifth of the cost of a simple request.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -40,8 +39,7 @@ from ingress.context import ReplicaRuntime
 from ingress.core.base.foreign import advisory
 from ingress.core.execution.execution import ExecutionPlan, Role, contain, contained
 from ingress.exceptions import RayServeException
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 
 @dataclass(eq=False, slots=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 import threading
 from collections.abc import (
@@ -58,8 +57,7 @@ from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.execution.errors import OTHER_LOOP, is_noted
 from ingress.core.execution.execution import ThreadPool, call_inline
 from ingress.exceptions import RayServeException, is_disconnect
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 _TEXT = b"text/plain; charset=utf-8"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -81,8 +80,7 @@ from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
 from ingress.core.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ they are refused.
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -38,8 +37,7 @@ from ingress.core.base.foreign import dict_of
 from ingress.core.base.signatures import signature_of
 from ingress.core.execution.execution import code_of, name_of
 from ingress.exceptions import RouteNotServedWarning
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 
 def warn_of_routes_not_served(app: Starlette | Router, cls: type, tree: RouteTree) -> None:

@@ -154,13 +154,11 @@ def _counted(size: float) -> int:
     return min(int(size), SIZES)
 
 
+@dataclass(eq=False, slots=True)
 class Choosers:
     """The choosers of the models of one instance. Owned by its loop."""
 
-    __slots__ = ("_by_model",)
-
-    def __init__(self) -> None:
-        self._by_model: dict[str, SizeChooser] = {}
+    _by_model: dict[str, SizeChooser] = field(default_factory=dict)
 
     def of(self, model_id: str, target_s: float) -> SizeChooser:
         """Return that of a model, "" for none. Those of the models used last are kept."""

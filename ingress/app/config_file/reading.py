@@ -230,7 +230,6 @@ class _Tree:
         )
 
     def _node(self, event: yaml.Event) -> FileValue:
-        """Return the value that begins with an event, with all that is in it."""
         if isinstance(event, yaml.AliasEvent):
             return self._known(event)
         node = FileValue(self._place(event.start_mark), None)

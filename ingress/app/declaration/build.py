@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,8 +35,7 @@ from ingress.app.declaration.declaration import Application, Deployment
 from ingress.config import LoggingConfig, options_not_acted_on
 from ingress.core.base.foreign import attempt, dict_of, slots_of, stored
 from ingress.exceptions import OptionNotActedOnWarning, RayServeException
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 # What a warning was about: applications are built for `explain`, for the plan and for the start.
 _told: WeakSet[Deployment | Application] = WeakSet()

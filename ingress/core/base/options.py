@@ -94,7 +94,6 @@ class Options(BaseModel):
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """Return the names of all options, sorted."""
         return sorted(cls.model_fields)
 
     def changed(self) -> dict[str, Any]:

@@ -15,6 +15,15 @@ from typing import Any, Self
 
 from ingress.core.base.settings import handles_signals
 
+
+def name_of_signal(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
 LOOK_S = 0.5
 """Longest time after which a signal that did not wake the main thread is seen."""
 
@@ -104,7 +113,6 @@ class StopSignals:
             raise Stopped(self._first)
 
     def wait(self) -> None:
-        """Wait for the first signal."""
         # Python calls handlers between two lines of this thread. A signal that the system hands to
         # another thread, or to this one just before it blocks, does not wake it.
         while self._first is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.core.calls.call import NO_CONTEXT, NO_WORK, Call, when_all_settled
@@ -16,18 +17,16 @@ from ingress.core.calls.loops import Mailbox
 from ingress.exceptions import RequestCancelledError
 
 
+@dataclass(eq=False, slots=True)
 class CallTasks:
     """The calls of one deployment, a `handle.CallRouter`. Owned by the loop.
 
     Any thread may assign and withdraw calls.
     """
 
-    __slots__ = ("_loop", "_mailbox", "_tasks")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox) -> None:
-        self._loop = loop
-        self._mailbox = mailbox
-        self._tasks: dict[Call, asyncio.Task[None]] = {}
+    _loop: asyncio.AbstractEventLoop
+    _mailbox: Mailbox
+    _tasks: dict[Call, asyncio.Task[None]] = field(default_factory=dict)
 
     async def run(self, call: Call) -> None:
         """Make the call, and settle it, or raise its error. Its cancellation is the call's."""
@@ -87,14 +86,12 @@ class CallTasks:
         call.release_references()
 
 
+@dataclass(eq=False, slots=True)
 class LoopOfHandles:
     """The loop on which the handles of a directory wait. Thread-safe."""
 
-    __slots__ = ("_loop", "_mailbox")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox) -> None:
-        self._loop = loop
-        self._mailbox = mailbox
+    _loop: asyncio.AbstractEventLoop
+    _mailbox: Mailbox
 
     def when_resolved(self, responses: Iterable[Any], then: Callable[[], None]) -> None:
         when_all_settled(

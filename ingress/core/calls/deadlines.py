@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from time import monotonic
 
@@ -42,15 +43,13 @@ def earlier(timeout_s: float | None, header: bytes) -> float | None:
     return wanted_s if timeout_s is None else min(wanted_s, timeout_s)
 
 
+@dataclass(eq=False, slots=True)
 class Deadlines:
     """The deadlines that one loop watches. `add` and `discard` are thread-safe."""
 
-    __slots__ = ("_calls", "_mailbox", "_rings_at")
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-        self._calls: dict[Call, float] = {}
-        self._rings_at = inf
+    _mailbox: Mailbox
+    _calls: dict[Call, float] = field(default_factory=dict)
+    _rings_at: float = inf
 
     def add(self, call: Call, deadline: float) -> None:
         """Have `call.expire()` called at `deadline`, unless the call is discarded by then."""
@@ -97,7 +96,6 @@ _deadlines_lock = threading.Lock()
 
 
 def deadlines_of(loop: asyncio.AbstractEventLoop) -> Deadlines:
-    """Return the deadlines that this loop watches."""
     with _deadlines_lock:
         deadlines = _deadlines.get(loop)
         if deadlines is None:

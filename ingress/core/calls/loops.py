@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import attrgetter
 from time import monotonic
@@ -259,7 +260,10 @@ def reserve_descriptors(loops: int, *, may_raise: bool = True) -> None:
         hard = soft
     elif soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = _held_descriptors() + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
+    held = 0
+    with suppress(OSError):  # a chroot may have no list
+        held = len(os.listdir("/dev/fd"))
+    needed = held + loops * DESCRIPTORS_PER_LOOP + _SPARE_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise RuntimeError(
             f"{loops} more event loops need {needed} file descriptors in all, and this process "
@@ -269,17 +273,7 @@ def reserve_descriptors(loops: int, *, may_raise: bool = True) -> None:
         )
 
 
-def _held_descriptors() -> int:
-    """Return the number of descriptors that this process has open."""
-    for folder in ("/dev/fd", "/proc/self/fd"):  # a chroot may have none, or one of them
-        with suppress(OSError):
-            return len(os.listdir(folder))
-    ends = os.pipe()  # they get the lowest free numbers
-    for each in ends:
-        os.close(each)
-    return max(ends) - 1
-
-
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Mailbox:
     """Calls into one event loop. Thread-safe.
 
@@ -288,27 +282,15 @@ class Mailbox:
     notices, so that no caller waits for an answer that cannot come.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_burial",
-        "_closed",
-        "_context",
-        "_items",
-        "_loop",
-        "_on_dead",
-        "_woken",
-    )
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_dead: OnDead = _drop) -> None:
-        self._loop = loop
-        self._on_dead = on_dead
-        self._items: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
-        self._woken = False
-        self._closed = False
-        self._burial = threading.Lock()
-        # An empty context: with the context of the thread that posts first, a drain would run the
-        # items of all other threads with its variables.
-        self._context = Context()
+    _loop: asyncio.AbstractEventLoop
+    _on_dead: OnDead = _drop
+    _items: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=deque)
+    _woken: bool = False
+    _closed: bool = False
+    _burial: threading.Lock = field(default_factory=threading.Lock)
+    # An empty context: with the context of the thread that posts first, a drain would run the
+    # items of all other threads with its variables.
+    _context: Context = field(default_factory=Context)
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
         """Have `callback(*args)` called on the loop, after everything posted before."""

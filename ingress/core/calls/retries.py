@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from ingress.exceptions import ReplicaUnavailableError
@@ -92,18 +92,17 @@ def pause_s(
     return pause
 
 
+@dataclass(eq=False, slots=True)
 class RetryBudget:
     """The budget for retries: one for 5 requests of the last 10 s, and 10 a second. Thread-safe.
 
     Counted by whole seconds of the clock: the counts of each second are dropped 10 s later.
     """
 
-    __slots__ = ("_clock", "_lock", "_seconds")
-
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._seconds: deque[tuple[int, list[int]]] = deque()  # (second, [requests, retries])
+    _clock: Callable[[], float] = monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # (second, [requests, retries])
+    _seconds: deque[tuple[int, list[int]]] = field(default_factory=deque)
 
     def deposit(self) -> None:
         """Count a request."""

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic, monotonic_ns, time, time_ns
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ logger = logging.getLogger("ingress")
 CHECK_EVERY_S = 1.0
 
 
+@dataclass(eq=False, slots=True)
 class Tracing:
     """The tracer of this process, looked up once a second. Thread-safe.
 
@@ -46,13 +48,10 @@ class Tracing:
     replica.
     """
 
-    __slots__ = ("next_look", "tracer")
-
-    def __init__(self) -> None:
-        # Race of two threads that look: both store what they find, and the last one is no older
-        # than a second.
-        self.tracer: Tracer | None = None
-        self.next_look = math.inf  # in `time.monotonic()` seconds; tracing is off
+    # Race of two threads that look: both store what they find, and the last one is no older
+    # than a second.
+    tracer: Tracer | None = None
+    next_look: float = math.inf  # in `time.monotonic()` seconds; tracing is off
 
     def begin(self, now: float) -> None:
         """Turn tracing on or off, as the environment says. Called at the start of a replica."""
@@ -300,7 +299,6 @@ def _fail(span: Span, error: BaseException) -> None:
 
 
 def _line_of(error: BaseException) -> dict[str, str | int]:
-    """Return the line that raised an error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

@@ -118,5 +118,4 @@ def note_other_loop(error: BaseException) -> None:
 
 
 def is_noted(error: BaseException) -> bool:
-    """Return whether an error has the note."""
     return OTHER_LOOP in getattr(error, "__notes__", ())

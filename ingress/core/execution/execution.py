@@ -68,7 +68,6 @@ def mark_stream(func: Any) -> None:
 
 
 def kind(func: Callable[..., object]) -> Kind:
-    """Return the kind of `func`."""
     func = underlying(func)
     if getattr(func, "__ingress_stream__", None) is func:
         return Kind.ASYNC_GENERATOR

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import inf
 from sys import maxsize
 from threading import Lock
@@ -38,6 +39,7 @@ LOOKS = 8  # about as many of the watchdog's looks decide whether a thread compu
 MOST = 0.5
 
 
+@dataclass(eq=False, slots=True)
 class GILPressure:
     """The pressure on the GIL, as the watchdog measures it. Written by the watchdog's thread.
 
@@ -52,23 +54,17 @@ class GILPressure:
     waited_s    seconds by which the watchdog woke late, in all, while it waited for the GIL
     """
 
-    __slots__ = (
-        "_calm_at", "_given_s", "_lock", "_set_s", "_share", "adapts", "expected", "is_high",
-        "shares", "shortest_s", "waited_s",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.is_high = False
-        self.expected = maxsize
-        self.waited_s = 0.0
-        self.shares: Mapping[int, float] = {}
-        self.adapts = True
-        self.shortest_s = SHORTEST_S
-        self._calm_at = 0.0
-        self._given_s = 0.0  # the process's own switch interval, while a shorter one is set
-        self._set_s = 0.0
-        self._share = 0.0  # of the last looks, that waited for the GIL for a turn
-        self._lock = Lock()
+    is_high: bool = False
+    expected: int = maxsize
+    waited_s: float = 0.0
+    shares: Mapping[int, float] = field(default_factory=dict)
+    adapts: bool = True
+    shortest_s: float = SHORTEST_S
+    _calm_at: float = 0.0
+    _given_s: float = 0.0  # the process's own switch interval, while a shorter one is set
+    _set_s: float = 0.0
+    _share: float = 0.0  # of the last looks, that waited for the GIL for a turn
+    _lock: Lock = field(default_factory=Lock)
 
     def begin(self) -> None:
         """Allow `expect`: the watchdog runs, and will see when the pressure has ended."""

@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -51,6 +52,7 @@ _SIZED = (str, bytes, bytearray, memoryview)
 ANYIO_RESERVE = 8  # threads of AnyIO, beyond one for each request
 
 
+@dataclass(eq=False, slots=True)
 class WorkerThreads:
     """At most `limit` daemon threads that run submitted calls, in order. Thread-safe.
 
@@ -58,29 +60,17 @@ class WorkerThreads:
     threads whose stream is ahead of its reader; each thread adds and discards its own.
     """
 
-    __slots__ = (
-        "_closed", "_idle_s", "_lock", "_loop", "_queue", "_started", "_threads", "_unfinished",
-        "ahead", "limit", "name",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        name: str,
-        limit: int,
-        loop: asyncio.AbstractEventLoop,
-        idle_s: float | None = IDLE_S,
-    ) -> None:
-        self.name = name
-        self.limit = limit
-        self.ahead: set[int] = set()
-        self._idle_s = idle_s
-        self._loop = loop
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-        self._unfinished = 0
-        self._started = 0
-        self._closed = False
+    name: str
+    limit: int
+    _loop: asyncio.AbstractEventLoop
+    _idle_s: float | None = IDLE_S
+    ahead: set[int] = field(default_factory=set)
+    _queue: SimpleQueue[Callable[[], None] | None] = field(default_factory=SimpleQueue)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _threads: set[threading.Thread] = field(default_factory=set)
+    _unfinished: int = 0
+    _started: int = 0
+    _closed: bool = False
 
     @property
     def idents(self) -> list[int]:

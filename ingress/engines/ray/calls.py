@@ -13,7 +13,6 @@ again and again, or fail it with an error of the unpickling.
 from __future__ import annotations
 
 import asyncio
-import logging
 import pickle
 import re
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -52,9 +51,8 @@ from ingress.handle import (
     pass_on,
 )
 from ingress.serving.processes.crossing import pickled_error, unpickled_error
+from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import described
-
-logger = logging.getLogger("ingress")
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _DIED = (RayActorError, ActorDiedError, ActorUnavailableError, WorkerCrashedError)

@@ -40,8 +40,7 @@ from ingress.core.base.types import new_request_id
 from ingress.engines.ray import SUPPORTED
 from ingress.engines.ray.messages import NOT_ON_THE_WORKERS
 from ingress.serving.http.server import check_address
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 REACH_S = 5.0  # timeout for a cluster to answer at its address
 OTHERS_S = 0.5  # between two looks at the other users of a cluster that is to end

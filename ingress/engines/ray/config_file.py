@@ -210,8 +210,6 @@ def text_of(document: dict[str, object], targets: Sequence[str]) -> str:
 class Block(str):
     """A text of several lines, which YAML shows as such."""
 
-    __slots__ = ()
-
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """A dumper for this module's documents."""
@@ -257,7 +255,6 @@ def _group(name: str, members: Sequence[BuiltDeployment]) -> Group:
 
 
 def _counts(built: BuiltDeployment) -> tuple[int, int]:
-    """Return the least and the greatest number of replicas."""
     config = built.deployment.config
     scaling = config.autoscaling_config
     if scaling is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray import serve as ray_serve
@@ -44,13 +44,13 @@ from ingress.schema import (
 from ingress.serving.http.admin_address import AdminOptions
 from ingress.serving.http.server import check_address
 from ingress.serving.http.server_options import ServerOptions
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 _FAILED = ApplicationStatus.DEPLOY_FAILED.value
 _START_FAILED = re.compile(r"deployment '[^\n]*' failed to start: .*")
 
 
+@dataclass(eq=False, slots=True)
 class RayEngine:
     """The Ray engine. One per process. Thread-safe.
 
@@ -58,27 +58,22 @@ class RayEngine:
     deployed, and Serve and the cluster as `cluster` says. Applications of other processes stay.
     """
 
-    __slots__ = (
-        "_address", "_applications", "_cluster", "_command_line", "_deploying", "_directory",
-        "_grpc_options", "_http_options", "_is_started", "_lock", "_logging_config", "_working_dir",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # connecting, starting and `shutdown` take turns
-        # One deployment at a time, under a lock of its own, because deploying is slow. Race of two
-        # threads that declare Ray's options at once, in `DeploymentConfig` (Ray 2.60.0, config.py,
-        # request_router_class).
-        self._deploying = threading.Lock()
-        self._cluster: Cluster | None = None
-        self._directory: RayDirectory | None = None
-        self._http_options = HTTPOptions()
-        self._logging_config: LoggingConfig | None = None
-        self._grpc_options: dict[str, Any] | None = None
-        self._is_started = False
-        self._applications: dict[str, BuiltApplication] = {}
-        self._address: str | None = None
-        self._working_dir: str | None = None
-        self._command_line: ServerOptions | None = None
+    # Connecting, starting and `shutdown` take turns.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    # One deployment at a time, under a lock of its own, because deploying is slow. Race of two
+    # threads that declare Ray's options at once, in `DeploymentConfig` (Ray 2.60.0, config.py,
+    # request_router_class).
+    _deploying: threading.Lock = field(default_factory=threading.Lock)
+    _cluster: Cluster | None = None
+    _directory: RayDirectory | None = None
+    _http_options: HTTPOptions = field(default_factory=HTTPOptions)
+    _logging_config: LoggingConfig | None = None
+    _grpc_options: dict[str, Any] | None = None
+    _is_started: bool = False
+    _applications: dict[str, BuiltApplication] = field(default_factory=dict)
+    _address: str | None = None
+    _working_dir: str | None = None
+    _command_line: ServerOptions | None = None
 
     @property
     def is_running(self) -> bool:

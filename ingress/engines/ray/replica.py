@@ -76,10 +76,9 @@ from ingress.serving.http.websocket import WebSocketReply
 from ingress.serving.replicas.replica import Replica
 from ingress.serving.replicas.router import Router
 from ingress.serving.replicas.thread_host import ThreadHost
+from ingress.telemetry.logs import logger
 from ingress.telemetry.metrics.user_metrics import use_theirs
 from ingress.telemetry.mistakes import described
-
-logger = logging.getLogger("ingress")
 
 T = TypeVar("T")
 

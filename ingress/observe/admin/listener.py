@@ -136,7 +136,6 @@ class WrongTokens:
         return max(0.0, end - monotonic()) if number >= MOST_WRONG else 0.0
 
     def note(self, address: str) -> None:
-        """Count a wrong token."""
         now = monotonic()
         end, number = self._periods.get(address, (0.0, 0))
         if end <= now:

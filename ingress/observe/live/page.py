@@ -21,6 +21,7 @@ import logging
 import re
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic, thread_time
@@ -124,18 +125,16 @@ def _page() -> tuple[bytes, str]:
     )
 
 
+@dataclass(eq=False, slots=True)
 class Viewers:
     """The viewers of one server. Owned by the loop of the admin listener."""
 
-    __slots__ = ("_latest", "_look", "_news", "_number", "_task", "count")
-
-    def __init__(self, look: Callable[[], View]) -> None:
-        self._look = look
-        self.count = 0
-        self._task: asyncio.Task[None] | None = None
-        self._latest = b""
-        self._number = 0
-        self._news = asyncio.Event()  # of the next view
+    _look: Callable[[], View]
+    count: int = 0
+    _task: asyncio.Task[None] | None = None
+    _latest: bytes = b""
+    _number: int = 0
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # of the next view
 
     async def response(self) -> Response:
         """Return the stream for one more viewer, or a refusal."""

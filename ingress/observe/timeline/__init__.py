@@ -4,7 +4,8 @@
     instrumentation
                the router, replica and worker threads that feed a recorder; the engine makes them
                while `record` is among its instruments
-    sampling   some seconds of a running server, whose threads are read from outside: the page
+    sampling   some seconds of a running server, whose threads are read from outside: the page,
+               and `ingress profile`
     chrome     a timeline as Chrome Trace Event JSON, for Perfetto and chrome://tracing; the recent
                requests of a running server, in a file: `INGRESS_TRACE`
     picture    a timeline as SVG

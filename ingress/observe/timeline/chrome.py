@@ -14,7 +14,6 @@ when the process gets SIGUSR2, and when its last application ends.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from ingress.observe.timeline.recorder import (
     rows,
     waits_of,
 )
+from ingress.telemetry.logs import logger
 
 Event = dict[str, object]
 
@@ -155,9 +155,6 @@ class _Events:
 
 def _identity(journey: Journey) -> dict[str, object]:
     return {"request": journey.number, "request_id": journey.request_id}
-
-
-logger = logging.getLogger("ingress")
 
 
 class Window:

@@ -10,7 +10,6 @@ base classes. Any other application has none of this code.
 from __future__ import annotations
 
 import asyncio
-import logging
 import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import replace
@@ -25,8 +24,7 @@ from ingress.core.execution.execution import ExecutionPlan, Role
 from ingress.core.execution.threads import ThreadWork, WorkerThreads
 from ingress.observe.timeline.recorder import ASK_S, Journey, Recorder, Timeline, current_track
 from ingress.serving.control.factories import Factories, Host, ProcessHost, Replica, Router
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 
 def record(recorder: Recorder, factories: Factories) -> Factories:

@@ -10,7 +10,6 @@ router refuses; `sampling` adds the runs that it sees. All times are `time.monot
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import threading
@@ -27,11 +26,11 @@ from typing import NamedTuple, Self, TypeVar
 
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import CURRENT_CALL, Call
+from ingress.telemetry.logs import logger
 from ingress.telemetry.notable import NOTABLE, Ended
 from ingress.telemetry.watchdog import WATCHDOG, Stall
 
 T = TypeVar("T")
-logger = logging.getLogger("ingress")
 
 REQUESTS = 10_000
 """Number of ended requests that are kept."""
@@ -192,7 +191,6 @@ class Recorder:
         NOTABLE.unlisten(self.end)
 
     def see(self, call: Call) -> Journey:
-        """Return the journey of a call that has not ended."""
         if (journey := self._open.get(call)) is None:
             kind, name, metadata = "call", call.title(), call.metadata
             if call.members is not None:

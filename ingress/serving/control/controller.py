@@ -277,11 +277,6 @@ class Controller:
         return [each for name, config in configs.items()
                 for each in apply(self._reconciler, running.deployments[name], config)]  # fmt: skip
 
-    async def settled(self, running: RunningApplication) -> None:
-        """Wait until every deployment has the replicas that it should have."""
-        for deployment in list(running.deployments.values()):
-            await self._reconciler.settled(deployment)
-
     async def stop(
         self,
         running: RunningApplication,

@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from ingress.app.declaration.build import fill
@@ -49,20 +50,18 @@ _OPENS_ONCE = (
 MakeHandle = Callable[[DeploymentID], DeploymentHandle]
 
 
+@dataclass(eq=False, slots=True)
 class Reconciler:
     """The one place that starts, replaces, drains and stops the replicas of running deployments.
 
     Owned by the control loop.
     """
 
-    __slots__ = ("_deployments", "_looking", "_make_handle", "_settings", "_tasks")
-
-    def __init__(self, settings: Settings, make_handle: MakeHandle) -> None:
-        self._settings = settings
-        self._make_handle = make_handle
-        self._deployments: list[RunningDeployment] = []
-        self._looking: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+    _settings: Settings
+    _make_handle: MakeHandle
+    _deployments: list[RunningDeployment] = field(default_factory=list)
+    _looking: asyncio.Task[None] | None = None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def add(self, deployment: RunningDeployment) -> None:
         """Begin to make a deployment's replicas those that it desires."""

@@ -23,10 +23,10 @@ from ingress.app.asgi.template import RouteTemplates, route_template
 from ingress.core.base.counters import CLIENT_LEFT
 from ingress.core.calls.call import Call
 from ingress.core.calls.tracing import trace_id_of
+from ingress.telemetry.logs import logger
 from ingress.telemetry.logs.identity import printable
 from ingress.telemetry.logs.options import ACCESS, LOGS
 
-logger = logging.getLogger("ingress")
 _logger = logging.getLogger(ACCESS)
 _MESSAGE = "%s %s %s %.1fms"  # Ray 2.60.0, logging_utils.py
 SWITCHED = 101

@@ -90,7 +90,6 @@ class InFlight:
                 leave(reply, scope if following is None else None)
 
     def begin(self, reply: Reply) -> None:
-        """Add a reply to those in flight."""
         self.replies.add(reply)
         if self._watches and reply.loop not in self._swept:
             self._begin_sweeps(reply.loop)

@@ -502,7 +502,6 @@ class StreamTurns:
         await turn
 
     def _begin(self) -> None:
-        """Begin a turn."""
         self._sent = 0
         while self._waiting and self._sent < TURN:
             turn, size = self._waiting.popleft()

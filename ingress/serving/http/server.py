@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from copy import copy
 from dataclasses import replace
@@ -13,12 +12,10 @@ from ingress.core.calls.loops import EventLoopThread, run_on
 from ingress.serving.http.address import Address, url_of
 from ingress.serving.http.leaving import close_after_answers, flush
 from ingress.serving.http.proxy import HTTPProxy
+from ingress.telemetry.logs import logger
 
 if TYPE_CHECKING:
     from ingress.serving.http.uvicorn_server import HTTPThreadServer
-
-
-logger = logging.getLogger("ingress")
 
 
 class HTTPServer:

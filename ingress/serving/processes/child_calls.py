@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ingress.core.base.types import PRIORITIES, DeploymentID
@@ -74,6 +74,7 @@ one has the number of that CALL as its target."""
 _PRIORITY_NAMES = {level: name for name, level in PRIORITIES.items()}
 
 
+@dataclass(eq=False, slots=True)
 class ChildCalls:
     """The calls of one child that are in flight. Owned by the loop of the frames.
 
@@ -82,20 +83,19 @@ class ChildCalls:
     be read fail their call.
     """
 
-    __slots__ = ("_find_call", "_frames", "_last", "_loop", "_make_handle", "_responses",
-                 "_selections", "_tasks", "_windows", "_works")  # fmt: skip
-
-    def __init__(self, frames: Frames, make_handle: MakeHandle, find_call: FindCall) -> None:
-        self._frames = frames
-        self._make_handle = make_handle
-        self._find_call = find_call
-        self._loop = asyncio.get_running_loop()
-        self._last = 0  # the number of the last call
-        self._responses: dict[int, DeploymentResponse | DeploymentResponseGenerator] = {}
-        self._works: dict[int, asyncio.Task[None]] = {}  # that are no response of a handle
-        self._selections: dict[int, ReplicaSelection] = {}
-        self._windows: dict[int, SendWindow] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+    _frames: Frames
+    _make_handle: MakeHandle
+    _find_call: FindCall
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _last: int = 0  # the number of the last call
+    _responses: dict[int, DeploymentResponse | DeploymentResponseGenerator] = field(
+        default_factory=dict
+    )
+    # Those that are no response of a handle.
+    _works: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _selections: dict[int, ReplicaSelection] = field(default_factory=dict)
+    _windows: dict[int, SendWindow] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def on_frame(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         if kind in (Frame.CALL, Frame.STREAM):

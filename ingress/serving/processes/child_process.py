@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import dataclass
 from typing import IO
 
 from ingress.core.base.settings import PINNED_CPUS, environment, start_method
@@ -28,6 +28,7 @@ from ingress.serving.processes.fork_server import ENDED, FORKED
 from ingress.serving.processes.output import ChildOutput
 from ingress.serving.processes.resources import VISIBLE
 from ingress.serving.processes.shared_memory import SharedNumbers
+from ingress.telemetry.logs import logger
 
 # Before the imports: they may take seconds, in which the parent may end.
 _PROLOGUE = """\
@@ -54,8 +55,6 @@ JOIN_S = 1.0
 LAST_LINES_S = 0.1
 _TRIES = 2
 _LOOK_S = 0.1
-
-logger = logging.getLogger("ingress")
 
 
 def _python(
@@ -247,20 +246,16 @@ class ForkServer:
         self.control.close()
 
 
+@dataclass(eq=False, slots=True)
 class ForkedProcess:
     """A child of a fork server, with the methods of `subprocess.Popen` that are needed."""
 
-    __slots__ = ("_is_unwanted", "_life", "_server", "pid", "stderr", "stdout")
-
-    def __init__(
-        self, server: ForkServer, pid: int, life: socket.socket, out: IO[bytes], err: IO[bytes]
-    ) -> None:
-        self._server = server
-        self._is_unwanted = False
-        self._life = life
-        self.pid = pid
-        self.stdout = out
-        self.stderr = err
+    _server: ForkServer
+    pid: int
+    _life: socket.socket
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+    _is_unwanted: bool = False
 
     def kill(self) -> None:
         """Have the fork server kill it: only there the pid cannot be another process's by now."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-import logging
 import os
 import runpy
 import sys
@@ -26,9 +25,8 @@ from starlette.datastructures import State
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.names import found_in, names_of
 from ingress.serving.processes.frames import dumps, loads
+from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import last_line as described
-
-logger = logging.getLogger("ingress")
 
 _MAIN = "__mp_main__"
 """The name of the parent's script in a child, as for `multiprocessing`: its guard is false."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
@@ -149,13 +149,11 @@ def as_sent(value: object) -> object:
     return value
 
 
+@dataclass(eq=False, slots=True)
 class _Sent:
     """The exception that a call returns. It is not raised, and arrives as a value."""
 
-    __slots__ = ("_error",)
-
-    def __init__(self, error: object) -> None:
-        self._error = error
+    _error: object
 
     def __reduce__(self) -> tuple[object, ...]:
         return unpickled_error, (pickled_error(self._error),)  # type: ignore[arg-type]
@@ -255,8 +253,6 @@ class _Sending:
     def _content(self, error: BaseException) -> tuple[bytes, bool]:
         """Return the content of a record, and whether it is the whole exception."""
         kind = type(error)
-        if isinstance(error, Enum):  # a member of it would be unpickled by an equal value
-            return self._pickled(error.name), True
         if _has_reduce(kind):
             with suppress(Exception):  # of its own `__reduce__`: its parts are sent below
                 content = self._pickled(error, whole=error)
@@ -340,7 +336,6 @@ class _Arrival:
             raise TypeError(f"its class is {kind!r:.100}")
         if record.is_whole:
             made = loads(record.content, find=self._find)
-            made = kind[made] if issubclass(kind, Enum) else made
             if not issubclass(type(made), BaseException):
                 raise TypeError(f"its pickle has the {type(made).__name__} {made!r:.100}")
             return made  # type: ignore[no-any-return]

@@ -7,7 +7,6 @@ router counts the slots, so a call that arrives has one.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from contextvars import Context
@@ -41,8 +40,6 @@ from ingress.telemetry.metrics import series
 from ingress.telemetry.watchdog import WATCHDOG, Stall
 
 BEAT_S = 0.25
-
-logger = logging.getLogger("ingress")
 
 
 class FrameServer:

@@ -12,14 +12,13 @@ its process is killed, and replaced. An answer that cannot be read fails its cal
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from secrets import token_hex
 
+from ingress.core.base.signals import name_of_signal
 from ingress.core.base.types import ReplicaID
 from ingress.core.calls.call import Call
 from ingress.core.calls.loops import mailbox_of
@@ -43,13 +42,12 @@ from ingress.serving.processes.remote_calls import RemoteCall, RemoteWork
 from ingress.serving.processes.resources import EnvironmentOf
 from ingress.serving.processes.shared_memory import SharedNumbers
 from ingress.serving.replicas.host import gone_error, not_begun_error
+from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import last_line as described
 
 _LAST_FRAMES_S = 0.1  # for frames of a child that has ended
 _SEEN_S = 0.01  # until all processors have seen a write: 10,000 times as long as they take
 _START_ENDS_S = 0.3  # for `__del__` after a cancelled constructor; a delete waits for 0.5 s
-
-logger = logging.getLogger("ingress")
 
 
 class Link:
@@ -207,7 +205,6 @@ class Link:
             self._child.join()
 
     def send(self, kind: Frame, content: Content) -> RemoteWork:
-        """Send the frame of some work."""
         assert self._frames is not None
         self._last += 1
         work = RemoteWork(kind, self._last, self._frames)
@@ -368,9 +365,6 @@ def end_of(
         return f"its process {pid} closed its connection"
     if code >= 0:
         return f"its process {pid} ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = name_of_signal(-code)
     hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
     return f"its process {pid} was killed by {name}{hint}"

@@ -312,7 +312,6 @@ def _body(value: bytes | bytearray | memoryview) -> bytes:
 
 
 def response_as_sent(start: Message, body: bytes) -> Content:
-    """Return a complete response as a content."""
     headers = list(start.get("headers", ()))
     try:
         return encode((start["status"], headers, outside(body)))

@@ -17,10 +17,8 @@ from collections.abc import Mapping
 from selectors import EVENT_READ, DefaultSelector
 from typing import IO
 
-from ingress.telemetry.logs import RequestFilter
+from ingress.telemetry.logs import RequestFilter, logger
 from ingress.telemetry.logs.streams import is_json_object, json_stream
-
-logger = logging.getLogger("ingress")
 
 LINES = 20
 TAIL = 4096  # characters of a line that are kept

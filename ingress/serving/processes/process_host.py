@@ -181,7 +181,6 @@ class ProcessHost:
         await run_on(self.loop, self.link.start, specification, environment_of)
 
     def _take_report(self, report: ChildReport) -> None:
-        """Take the counters of the child."""
         self._counts = report.counts
         self._replica.stalls.update(report.stalls)
         series.take(series.source_of(self.context, self.pid), report.metrics)
@@ -292,7 +291,6 @@ class RemoteCode:
     async def call(
         self, method: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        """Call a method and return its result."""
         work = self._link.send(Frame.CALL, _content(args, kwargs))
         try:
             return await work.outcome()

@@ -12,7 +12,6 @@ that the server may use. Each process of the server counts for itself.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import threading
 from collections import defaultdict
@@ -31,8 +30,7 @@ from ingress.core.base.settings import (
     pins_cpus,
     threads_set,
 )
-
-logger = logging.getLogger("ingress")
+from ingress.telemetry.logs import logger
 
 K = TypeVar("K", str, int)
 EnvironmentOf = Callable[[], tuple[dict[str, str], Callable[[], None]]]
@@ -85,7 +83,6 @@ def _take_cores(number: int, name: str) -> list[int]:
 
 
 def _give(used: dict[K, float], taken: Iterable[K], part: float) -> None:
-    """Give back GPUs or cores: the child has ended."""
     with _lock:
         for each in taken:
             used[each] -= part

@@ -33,6 +33,7 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from struct import Struct
 
 from ingress.exceptions import RayServeException
@@ -59,26 +60,22 @@ _BEATS = Struct("<Q")
 _BEATS_AT = _READ_AT + _READ.size
 
 
+@dataclass(eq=False, slots=True)
 class _Segment:
     """One segment, as its sender has it. `is_fresh` until it has been idle for a while."""
 
-    __slots__ = ("is_fresh", "memory", "number", "size")
-
-    def __init__(self, number: int, size: int, memory: mmap.mmap) -> None:
-        self.number = number
-        self.size = size
-        self.memory = memory
-        self.is_fresh = True
+    number: int
+    size: int
+    memory: mmap.mmap
+    is_fresh: bool = True
 
 
+@dataclass(eq=False, slots=True)
 class Segments:
     """The segments of a sender. Owned by the loop of its frames."""
 
-    __slots__ = ("_last", "_segments")
-
-    def __init__(self) -> None:
-        self._last = 0
-        self._segments: list[_Segment] = []
+    _last: int = 0
+    _segments: list[_Segment] = field(default_factory=list)
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[bytes, int]:
         """Copy a content, which is in pieces, into a segment.
@@ -135,17 +132,15 @@ class Segments:
         self._segments.clear()
 
 
+@dataclass(eq=False, slots=True)
 class Received:
     """The segments that a receiver has mapped. Owned by the loop of its frames.
 
     Views of them may be dropped in any thread.
     """
 
-    __slots__ = ("_segments", "_views")
-
-    def __init__(self) -> None:
-        self._segments: dict[int, mmap.mmap] = {}
-        self._views: dict[int, weakref.ref[object]] = {}
+    _segments: dict[int, mmap.mmap] = field(default_factory=dict)
+    _views: dict[int, weakref.ref[object]] = field(default_factory=dict)
 
     def add(self, place: memoryview, descriptor: int) -> None:
         """Map a segment that comes for the first time. The caller closes the descriptor.
@@ -227,7 +222,6 @@ class SharedNumbers:
         self._memory = mmap.mmap(descriptor, _SIZE)
 
     def close_descriptor(self) -> None:
-        """Close the descriptor; the memory stays."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -251,8 +245,7 @@ class SharedNumbers:
     @property
     def last_begun(self) -> int:
         """The number of the last call that has begun; 0 for none."""
-        begun: int = _BEGUN.unpack_from(self._memory, 0)[0]
-        return begun
+        return int(_BEGUN.unpack_from(self._memory, 0)[0])
 
     def read(self, call: int) -> None:
         """Note that the arguments of a call are being read; 0 for none."""
@@ -261,8 +254,7 @@ class SharedNumbers:
     @property
     def being_read(self) -> int:
         """The number of the call whose arguments are being read; 0 for none."""
-        number: int = _READ.unpack_from(self._memory, _READ_AT)[0]
-        return number
+        return int(_READ.unpack_from(self._memory, _READ_AT)[0])
 
     def turn(self, now: float) -> None:
         """Note that the user loop turns, in seconds of `monotonic`, the same in all processes."""
@@ -271,8 +263,7 @@ class SharedNumbers:
     @property
     def turned_at(self) -> float:
         """The time at which the user loop last turned; 0 before it serves."""
-        turned_at: float = _TURNED.unpack_from(self._memory, _BEGUN.size)[0]
-        return turned_at
+        return float(_TURNED.unpack_from(self._memory, _BEGUN.size)[0])
 
     def beat(self, now: float) -> None:
         """Note that the user loop turns: this is called on it, a `turn` in any thread."""
@@ -286,8 +277,7 @@ class SharedNumbers:
     @property
     def beats(self) -> int:
         """The number of times that the user loop was seen to turn."""
-        beats: int = _BEATS.unpack_from(self._memory, _BEATS_AT)[0]
-        return beats
+        return int(_BEATS.unpack_from(self._memory, _BEATS_AT)[0])
 
     def close(self) -> None:
         self.close_descriptor()

@@ -15,7 +15,6 @@ policy: a `SyncRequestRouter` in the caller's thread, any other on an event loop
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,6 +40,7 @@ from ingress.request_router import (
 )
 from ingress.serving.replicas.admission import Admission, AdmittingRunner
 from ingress.serving.replicas.overload import HEAD_START_S, UsualTimes, WaitingCalls
+from ingress.telemetry.logs import logger
 
 
 class Candidate(Protocol):
@@ -98,8 +98,6 @@ class TwoChoices:
             fit = [each for each, count in zip(candidates, counts, strict=True) if count == fewest]
         return self.choose(fit)
 
-
-logger = logging.getLogger("ingress")
 
 _RAYS = {
     each.__name__: each
@@ -266,7 +264,6 @@ class Chooser:
         self._changed = asyncio.Event()
 
     def ask(self, call: Call) -> None:
-        """Choose for a call that is in the queue."""
         if self._home is not None:
             self._home.mailbox.post(self._begin, call)
             return

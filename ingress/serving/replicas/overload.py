@@ -22,6 +22,7 @@ Sources: Nichols and Jacobson, "Controlling Queue Delay" (2012); Maurer, "Fail a
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
@@ -53,25 +54,21 @@ class Shed(NamedTuple):
         )
 
 
+@dataclass(eq=False, slots=True)
 class Estimate:
     """The time that calls of one kind hold a slot: a moving average. Owned by `UsualTimes`."""
 
-    __slots__ = ("probed_at", "samples", "updated_at", "usual_s")
-
-    def __init__(self) -> None:
-        self.samples = 0
-        self.usual_s = 0.0
-        self.updated_at = 0.0
-        self.probed_at = 0.0
+    samples: int = 0
+    usual_s: float = 0.0
+    updated_at: float = 0.0
+    probed_at: float = 0.0
 
 
+@dataclass(eq=False, slots=True)
 class UsualTimes:
     """The estimates of a deployment, by kind of call. Guarded by its router's lock."""
 
-    __slots__ = ("_estimates",)
-
-    def __init__(self) -> None:
-        self._estimates: OrderedDict[str, Estimate] = OrderedDict()
+    _estimates: OrderedDict[str, Estimate] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         return len(self._estimates)
@@ -155,20 +152,20 @@ class ServiceRate:
         return (self._turns + MIN_TURNS) / took_s * max(left_s, 0.0)
 
 
+@dataclass(eq=False, slots=True)
 class WaitingCalls:
     """The calls that wait for a slot of a deployment. Guarded by its router's lock."""
 
-    __slots__ = ("_calls", "_num_others", "_others", "_rate", "_usual", "_without_deadline", "size")
-
-    def __init__(self, usual: UsualTimes) -> None:
-        self._usual = usual
-        self._rate = ServiceRate()
-        # Since when each waits: the calls of normal priority, and those of each other one.
-        self._calls: OrderedDict[Call, float] = OrderedDict()
-        self._others: dict[int, OrderedDict[Call, float]] = {1: OrderedDict(), -1: OrderedDict()}
-        self._num_others = 0
-        self._without_deadline = 0
-        self.size = 0  # for the end of every call, where `len` costs 0.1 us
+    _usual: UsualTimes
+    _rate: ServiceRate = field(default_factory=ServiceRate)
+    # Since when each waits: the calls of normal priority, and those of each other one.
+    _calls: OrderedDict[Call, float] = field(default_factory=OrderedDict)
+    _others: dict[int, OrderedDict[Call, float]] = field(
+        default_factory=lambda: {1: OrderedDict(), -1: OrderedDict()}
+    )
+    _num_others: int = 0
+    _without_deadline: int = 0
+    size: int = 0  # for the end of every call, where `len` costs 0.1 us
 
     def __len__(self) -> int:
         return self.size

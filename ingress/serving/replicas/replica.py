@@ -13,7 +13,6 @@ from there decides what becomes of it: the task begins it, `hand_over` sends it 
 from __future__ import annotations
 
 import asyncio
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -38,13 +37,12 @@ from ingress.exceptions import (
 )
 from ingress.serving.replicas.admission import HELD, LATE_S, Admission
 from ingress.serving.replicas.host import Host, HostCounts, OwnPart, gone_error
+from ingress.telemetry.logs import logger
 from ingress.telemetry.logs.identity import name_records
 from ingress.telemetry.notable import NOTABLE, note_end
 from ingress.telemetry.watchdog import WATCHDOG
 
 MAX_ERROR_TYPES = 200  # pairs of route and type; user code may make types while it runs
-
-logger = logging.getLogger("ingress")
 
 
 class ReplicaState(Enum):

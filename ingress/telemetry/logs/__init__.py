@@ -5,11 +5,11 @@
     formats       a record as text, as a JSON object with Ray Serve's names, as an access line
     last_lines    the last lines of each replica, for the page
     sinks         bounded queues of lines, each with the thread that writes them
-    options       the `LoggingConfig` of the process, and of each deployment
-    handlers      the handlers and the filter that act on these options
+    options       the `LoggingConfig` of the process, and of each deployment; the handlers and the
+                  filter that act on these options
     streams       standard output and error as JSON objects, for `--log-format json`
 
-Read `options` and `handlers` first. User code needs `RequestFilter` at most:
+Read `options` first. User code needs `RequestFilter` at most:
 
     logging.getLogger("mine").addFilter(RequestFilter())  or on any handler
 """

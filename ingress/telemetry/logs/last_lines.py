@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from ingress.telemetry.logs.formats import exception_of, message_of, tame
@@ -30,14 +31,12 @@ class LogLine(TypedDict):
     request_ids: list[str]
 
 
+@dataclass(eq=False, slots=True)
 class LastLines:
     """The last `LINES` records of the `REPLICAS` that logged last. Thread-safe."""
 
-    __slots__ = ("_lines", "_lock")
-
-    def __init__(self) -> None:
-        self._lines: dict[Key, deque[LogLine]] = {}
-        self._lock = threading.Lock()
+    _lines: dict[Key, deque[LogLine]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, record: logging.LogRecord) -> None:
         """Keep the text of a record that belongs to a replica, never the record: it has frames."""

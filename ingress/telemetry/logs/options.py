@@ -1,18 +1,32 @@
-"""The `LoggingConfig` of the process, and those of its deployments.
+"""The `LoggingConfig` of the process and those of its deployments, and what acts on them.
 
-A deployment without a config has its application's. Only options that are given count: one that
-its config leaves out is the process's. `LOGS` is the one instance.
+    LOGS       the configs. A deployment without one has its application's; an option that its
+               config leaves out is the process's
+    Printer    a handler: formats a record, and gives it to the sink of a standard stream
+    select     a filter of `LOGGERS`: level, and file in `logs_dir`, of the record's deployment
+
+Under `ingress run`, `Printer`s print the records of these loggers, of uvicorn's, and of loggers
+without handlers. Elsewhere the program's own handlers do, except for deployments with an
+`encoding` or `additional_log_standard_attrs`: `select` prints their records itself.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 from ingress.config import LoggingConfig
+from ingress.core.base.settings import wants_colors
+from ingress.telemetry.logs.formats import AccessText, JSONFormatter, TextFormatter
+from ingress.telemetry.logs.identity import RequestFilter
+from ingress.telemetry.logs.last_lines import LAST_LINES
+from ingress.telemetry.logs.sinks import FILES, STDERR, STDOUT
 
 ACCESS = "ingress.access"
 RAY = "ray.serve"
@@ -107,8 +121,162 @@ def _has(config: LoggingConfig, option: str) -> bool:
 
 
 def number_of(level: str | int) -> int:
-    """Return the number of a level."""
     return level if isinstance(level, int) else logging.getLevelNamesMapping()[level.upper()]
 
 
 LOGS = LogOptions()
+
+
+_SINKS = {"stdout": STDOUT, "stderr": STDERR}
+_ACCESS_SIZE = 400  # characters of a line that has yet to be formatted
+
+
+@lru_cache(maxsize=64)
+def _formatter(encoding: str, attributes: Sequence[str], *, colors: bool) -> logging.Formatter:
+    if encoding == "JSON":
+        return JSONFormatter(attributes)
+    return TextFormatter(attributes, colors=colors)
+
+
+def formatter_for(record: logging.LogRecord, *, colors: bool = False) -> logging.Formatter:
+    """Return the formatter that the options of a record's deployment ask for."""
+    attributes = LOGS.of(record, "additional_log_standard_attrs") or ()
+    return _formatter(LOGS.of(record, "encoding") or "TEXT", tuple(attributes), colors=colors)
+
+
+@lru_cache(maxsize=2)
+def _is_terminal(stream: str) -> bool:
+    return os.isatty(1 if stream == "stdout" else 2)
+
+
+@lru_cache(maxsize=2)
+def _has_colors(stream: str) -> bool:
+    return _is_terminal(stream) and wants_colors()
+
+
+class Printer(logging.Handler):
+    """A handler that prints on `stream`, in a thread of the sink's own."""
+
+    stream = "stderr"
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self._sink = _SINKS[self.stream]
+        self.addFilter(RequestFilter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._sink.put(formatter_for(record, colors=_has_colors(self.stream)).format(record))
+            LAST_LINES.add(record)
+        except Exception:  # as each handler of `logging`
+            self.handleError(record)
+
+    def flush(self) -> None:
+        self._sink.flush()
+
+
+class AccessPrinter(Printer):
+    """A handler of access lines, for people on a terminal, else one JSON object a line.
+
+    A line is formatted by the sink's thread: an event loop only makes the record.
+    """
+
+    stream = "stdout"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._sink.put(partial(_access_line, record, self.stream), _ACCESS_SIZE)
+
+
+def _access_line(record: logging.LogRecord, stream: str) -> str:
+    encoding = LOGS.of(record, "encoding")
+    if encoding == "JSON" or (encoding is None and not _is_terminal(stream)):
+        attributes = LOGS.of(record, "additional_log_standard_attrs") or ()
+        return _formatter("JSON", tuple(attributes), colors=False).format(record)
+    return _access_text(colors=_has_colors(stream)).format(record)
+
+
+@lru_cache(maxsize=2)
+def _access_text(*, colors: bool) -> logging.Formatter:
+    return AccessText(colors=colors)
+
+
+def select(record: logging.LogRecord) -> bool:
+    """Act on the options of the record's deployment: a filter."""
+    if not LOGS.is_used:
+        return True
+    _IDENTITY.filter(record)
+    if record.levelno < LOGS.level_of(record):
+        return False
+    if folder := LOGS.of(record, "logs_dir"):
+        _write(record, folder)
+    formats = ("encoding", "additional_log_standard_attrs")
+    if LOGS.has_handlers or all(LOGS.of(record, name) is None for name in formats):
+        return True
+    _OWN.handle(record)
+    return False
+
+
+_IDENTITY = RequestFilter()
+_OWN = Printer()
+
+
+def _write(record: logging.LogRecord, folder: str) -> None:
+    """Write a record into the file of its replica, or that of the process, in `logs_dir`."""
+    is_access = record.name == ACCESS and LOGS.of(record, "encoding") != "JSON"
+    text = (_access_text(colors=False) if is_access else formatter_for(record)).format(record)
+    FILES.put((os.path.join(folder, _file_name(record)), text), len(text))
+
+
+def _file_name(record: logging.LogRecord) -> str:
+    """Return a name as Ray Serve's, with the process, since other workers have the same ids."""
+    fields: dict[str, Any] = record.__dict__
+    if not fields.get("deployment"):
+        return f"serve_{os.getpid()}.log"
+    names = (fields[name] for name in ("application", "deployment", "replica"))
+    return re.sub(r"[^\w.-]", "_", f"replica_{'_'.join(names)}_{os.getpid()}.log")
+
+
+_SELECTED = (*LOGGERS, "uvicorn.error")
+_PRINTED = (*LOGGERS, "uvicorn")
+_before: dict[str, tuple[list[logging.Handler], bool]] = {}
+
+
+def act_on_options() -> None:
+    """Make the loggers act on `LOGS`, by a filter. Idempotent."""
+    for name in _SELECTED:
+        logging.getLogger(name).addFilter(select)
+
+
+def use(config: LoggingConfig) -> None:
+    """Act on the `logging_config` of `serve.start`, until `stop_using`.
+
+    Under `ingress run`, which prints the records already, the options of its command line count.
+    """
+    if LOGS.has_handlers and not _before:
+        given = {name: getattr(config, name) for name in config.model_fields_set}
+        command_line = {name: getattr(LOGS.config, name) for name in LOGS.config.model_fields_set}
+        LOGS.set_process(LoggingConfig(**{**given, **command_line}))
+        LOGS.is_logged = LOGS.is_logged and config.enable_access_log
+        return
+    for name in _PRINTED:
+        logger = logging.getLogger(name)
+        _before.setdefault(name, (logger.handlers, logger.propagate))
+        logger.handlers = [AccessPrinter() if name == ACCESS else Printer()]
+        logger.propagate = False
+    LOGS.has_handlers = True
+    LOGS.is_logged = config.enable_access_log
+    options = {name: getattr(config, name) for name in config.model_fields_set}
+    LOGS.set_process(LoggingConfig(**{"log_level": "INFO", **options}))
+    act_on_options()
+
+
+def stop_using() -> None:
+    """Restore the handlers that the loggers had before `use`."""
+    if not _before:
+        return
+    for name, (handlers, propagate) in _before.items():
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = handlers, propagate
+    _before.clear()
+    LOGS.has_handlers = LOGS.is_logged = False
+    LOGS.set_process(LoggingConfig())

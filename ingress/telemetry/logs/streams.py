@@ -24,8 +24,7 @@ from typing import Any
 
 from ingress.config import LoggingConfig
 from ingress.telemetry.logs.formats import JSONFormatter
-from ingress.telemetry.logs.handlers import Printer, act_on_options
-from ingress.telemetry.logs.options import ACCESS, LOGS
+from ingress.telemetry.logs.options import ACCESS, LOGS, Printer, act_on_options
 from ingress.telemetry.logs.sinks import STDERR, STDOUT, Sink, at_exit
 
 LONGEST = 64 * 1024  # characters of a text without a line break that wait for one
@@ -69,7 +68,7 @@ class JSONStream(io.TextIOBase):
         thread = threading.get_ident()
         begun = self._begun.pop(thread, "") + text
         if begun.endswith("\n") or len(begun) > LONGEST:
-            self._put(begun)
+            self.put(begun)
         else:
             self._begun[thread] = begun
         return len(text)
@@ -89,21 +88,18 @@ class JSONStream(io.TextIOBase):
         """Return the binary side. The stream can still be used."""
         return self.buffer
 
-    def put(self, line: str, fields: Mapping[str, object]) -> None:
-        """Write a whole line that another process has printed, with fields of its own."""
-        self._put(line, fields)
-
     def finish(self) -> None:
         """Put the texts that no line break has ended."""
         for thread in list(self._begun):
-            self._put(self._begun.pop(thread, ""))  # the thread may print just now
+            self.put(self._begun.pop(thread, ""))  # the thread may print just now
 
     def forget(self) -> None:
         """Drop the texts that were begun before a fork: the parent ends them."""
         self._begun.clear()
         self._is_of_a_child = True
 
-    def _put(self, text: str, fields: Mapping[str, object] | None = None) -> None:
+    def put(self, text: str, fields: Mapping[str, object] | None = None) -> None:
+        """Write whole lines; `fields` are those of a line that another process has printed."""
         lines = text.rstrip("\n")
         if not lines.strip():
             return
@@ -165,7 +161,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_json_object(line: str | bytes) -> bool:
-    """Return whether a line is one JSON object."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):

@@ -169,18 +169,16 @@ class Stalls:
         return Stalls(self.times + other.times, longest, max(self.waited, other.waited))
 
 
+@dataclass(eq=False, slots=True)
 class WorstStalls:
     """The stalls of the last 15 minutes, by replica, reason and line. Thread-safe.
 
     A long stall is not forgotten for the short ones after it.
     """
 
-    __slots__ = ("_by_line", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # By line and by steps of 10 s; the line that stalled last is the last.
-        self._by_line: dict[tuple[object, ...], dict[int, Stalls]] = {}
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # By line and by steps of 10 s; the line that stalled last is the last.
+    _by_line: dict[tuple[object, ...], dict[int, Stalls]] = field(default_factory=dict)
 
     def add(self, stall: Stall) -> None:
         whose = stall.application, stall.deployment, stall.replica
@@ -222,7 +220,6 @@ class StallLog:
     _lines: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
 
     def keep(self, stall: Stall) -> None:
-        """Keep a stall that is over."""
         self.recent.append(stall)
         self.worst.add(stall)
 

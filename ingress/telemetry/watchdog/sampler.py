@@ -212,7 +212,6 @@ class Sampler:
     def _report(
         self, loop: LoopProbe, frames: ThreadFrames, took_s: float, *, is_over: bool = True
     ) -> None:
-        """Report a loop that stalled."""
         runners = self._runners(frames, loop.clocks, took_s)
         if not runners and loop.starved_s >= took_s / 2:
             runners = self._at_work(frames)

@@ -17,7 +17,7 @@ from ingress.config import DeploymentConfig
 from ingress.engines import local_engine
 from ingress.testing import TestClient
 from tests.programs import write_module
-from tests.servers import PATIENCE_S
+from tests.servers import settle
 
 VALUES: dict[str, Any] = {
     "deployment_actors": [{"name": "tree", "actor_class": "main:Tree"}],
@@ -190,7 +190,7 @@ def test_as_many_replicas_as_a_node_may_have_run_and_no_more_can_be_added() -> N
     with pytest.raises(ValueError, match=r"should have 3 replicas.*max_replicas_per_node=2"):
         local_engine().change("default", {"Echo": {"num_replicas": 3}})
     local_engine().change("default", {"Echo": {"num_replicas": 3, "max_replicas_per_node": 3}})
-    local_engine().wait_until_settled("default", PATIENCE_S)
+    settle()
     (deployment,) = serve.status().applications["default"].deployments.values()
     assert len(deployment.replicas) == 3
 

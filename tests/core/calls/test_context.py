@@ -17,6 +17,7 @@ from ingress.engines import local_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from tests.fakes import bind
+from tests.servers import settle
 
 PATIENCE_S = 60.0
 
@@ -113,6 +114,6 @@ def test_a_later_reconfigure_finds_itself_in_its_replica() -> None:
 
     handle = serve.run(bind(Model), route_prefix=None)
     local_engine().change("default", {"Model": {"user_config": 2}})
-    local_engine().wait_until_settled("default", PATIENCE_S)
+    settle()
 
     assert handle.remote().result() == [(1, "Model", True), (2, "Model", True)]

@@ -18,7 +18,7 @@ from starlette.requests import Request
 import ingress as serve
 from ingress.core.base.settings import WEDGED_AFTER_S
 from ingress.engines import local_engine
-from ingress.exceptions import DeploymentUnavailableError, RayServeException, RequestCancelledError
+from ingress.exceptions import RayServeException, RequestCancelledError
 from ingress.handle import DeploymentHandle
 from ingress.request_router import ConsistentHashRouter, RunningReplica
 from ingress.schema import DeploymentStatus, ReplicaDetails
@@ -506,28 +506,6 @@ def test_replicas_left_behind_end_an_update_but_none_that_serves() -> None:
 
 
 # A stop or an update meets waits, starts and ends.
-
-
-def test_a_wait_for_the_replicas_ends_when_the_application_is_deleted() -> None:
-    may_end, begun = patient(), patient()
-
-    @serve.deployment(health_check_period_s=60)
-    class Slow:
-        async def __init__(self) -> None:  # type: ignore[misc]
-            if serve.get_replica_context().replica_tag != "0":
-                begun.count_down()
-                await may_end
-
-        async def __call__(self) -> None: ...
-
-    run(bind(Slow))
-    change("Slow", num_replicas=2)
-    begun.wait()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(local_engine().wait_until_settled, "default")
-        serve.delete("default")
-        with pytest.raises(DeploymentUnavailableError, match="it was stopped"):
-            waiting.result(PATIENCE_S)
 
 
 def test_a_delete_cuts_the_end_of_a_replica_that_leaves_short() -> None:

@@ -215,11 +215,8 @@ def can_hide() -> bool:
 
 
 @pytest.mark.skipif(not can_hide(), reason="needs Linux's unshare, for this user")
-@pytest.mark.parametrize(
-    ("hard", "told"), [(1000, "served"), (300, "and this process may open 300; raise the limit")]
-)
-def test_applications_start_in_a_chroot_without_a_descriptor_list(hard: int, told: str) -> None:
-    assert told in run_python(LIMITED.format(hard=hard), *IN_BARE_CHROOT)
+def test_applications_start_in_a_chroot_without_a_descriptor_list() -> None:
+    assert "served" in run_python(LIMITED.format(hard=1000), *IN_BARE_CHROOT)
 
 
 def run_python(code: str, *before: str) -> str:

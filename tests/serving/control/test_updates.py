@@ -19,7 +19,17 @@ from ingress.handle import DeploymentHandle
 from ingress.serving.control.plan import Phase
 from ingress.serving.control.reconciler import FEW
 from ingress.testing import Latch
-from tests.servers import PATIENCE_S, Connection, bind, get, overview, result, served, wait_until
+from tests.servers import (
+    PATIENCE_S,
+    Connection,
+    bind,
+    get,
+    overview,
+    result,
+    served,
+    settle,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -171,7 +181,7 @@ def test_a_version_that_does_not_start_leaves_the_old_one() -> None:
     with pytest.raises(RuntimeError, match="'Model' failed to start: LookupError: no weights"):
         serve.run(version("broken", num_replicas=2), route_prefix=None)
 
-    local_engine().wait_until_settled("default", PATIENCE_S)
+    settle()
     assert serve.status().applications["default"].status == "DEPLOY_FAILED"
     assert {result(handle.remote()) for _ in range(8)} == {"one"}
     replicas = local_engine().applications["default"].ingress.members
@@ -188,7 +198,7 @@ def test_an_update_that_fails_in_the_middle_is_taken_back() -> None:
     with pytest.raises(RuntimeError, match="no weights"):
         serve.run(counted(live, "two", num_replicas=3), route_prefix=None)
 
-    local_engine().wait_until_settled("default", PATIENCE_S)
+    settle()
     assert {result(handle.remote()) for _ in range(12)} == {"one"}
     assert live.count == 3
 
@@ -217,7 +227,7 @@ def test_the_children_of_an_update_that_fails_are_taken_back_too() -> None:
     handle = serve.run(gate("one"), route_prefix=None)
     with pytest.raises(RuntimeError, match="no door"):
         serve.run(gate("broken"), route_prefix=None)
-    local_engine().wait_until_settled("default", PATIENCE_S)
+    settle()
     assert result(handle.remote()) == "one one"
     serve.run(gate("two"), route_prefix=None)
     assert result(handle.remote()) == "two two"

@@ -16,8 +16,7 @@ from websockets.sync.client import connect
 import ingress as serve
 from ingress.engines import local_engine
 from ingress.observe.admin.exposition import exposition
-from ingress.observe.live.observer import Observer
-from ingress.observe.live.part import parts_of
+from ingress.observe.live.observer import Observer, parts_of
 from ingress.state.server import snapshot_of
 from tests.observe.test_metrics import samples
 from tests.servers import Connection, bind, get, served, set_flags, wait_until

@@ -15,7 +15,7 @@ import ingress as serve
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
 from tests import process_errors_app as errors_app
-from tests.process_errors_app import KINDS, Code, Failing, Missing, Wrapped, facts
+from tests.process_errors_app import KINDS, Failing, Missing, Wrapped, facts
 from tests.servers import PATIENCE_S, forking, records_of, served, wait_until
 
 
@@ -63,10 +63,6 @@ def test_it_arrives_so_from_streams_batches_and_results(
     found += failing.options(stream=True).values.remote(name)
 
     assert [facts(each) for each in found] == [facts(KINDS[name]())] * 7
-
-
-def test_a_member_of_an_enumeration_arrives_as_that_member(failing: DeploymentHandle) -> None:
-    assert error_of(failing, "member") is Code.MISSING
 
 
 def test_causes_contexts_and_notes_arrive_once_also_if_they_are_attributes(

@@ -27,7 +27,7 @@ from ingress.request_router import (
 )
 from ingress.testing import Latch
 from tests.fakes import together
-from tests.servers import bind, overview, served, wait_until
+from tests.servers import bind, overview, served, settle, wait_until
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -353,9 +353,8 @@ def test_a_session_stays_at_its_replica_and_few_move_when_one_comes(router: Any)
     assert sessions_of(handle) == before
     assert {*before.values()} == {"0", "1", "2"}
     assert min(Counter(before.values()).values()) >= 8
-    engine = local_engine()
-    engine.change("default", {"Model": {"num_replicas": 4}})
-    engine.wait_until_settled("default", 20)
+    local_engine().change("default", {"Model": {"num_replicas": 4}})
+    settle()
     with_one_more = sessions_of(handle)
     moved = [name for name, tag in with_one_more.items() if tag != before[name]]
     assert {with_one_more[name] for name in moved} == {"3"}
