@@ -149,7 +149,7 @@ class Model:
         return self.events
 
     async def stall(self) -> str:
-        time.sleep(0.4)
+        time.sleep(0.2)
         return serve.get_request_context().request_id
 
     @serve.method(lane="db")

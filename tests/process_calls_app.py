@@ -189,6 +189,10 @@ class Echo:
     async def wait(self) -> None:
         await asyncio.Event().wait()
 
+    async def items(self) -> AsyncIterator[int]:
+        yield 0
+        await self.wait()
+
 
 @serve.deployment
 class Outer:
@@ -197,6 +201,7 @@ class Outer:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.runs = 0
+        self.left: list[Any] = []
 
     async def __call__(self, value: Any) -> Any:
         self.runs += 1
@@ -204,6 +209,16 @@ class Outer:
 
     async def count(self) -> int:
         return self.runs
+
+    async def begin(self, method: str) -> None:
+        inner = self.inner.options(method_name=method, stream=method == "items")
+        self.left.append(inner.remote())
+
+    async def leave(self, how: str) -> None:
+        if how == "cancel":
+            self.left.pop().cancel()
+        self.left.clear()
+        gc.collect()
 
     async def unsent(self, times: int, ends: str) -> None:
         """Wait for calls that end while their argument is awaited."""

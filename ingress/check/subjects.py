@@ -71,8 +71,8 @@ class Subject:
     mode_at_0: ExecutionMode
     mode_at_1: ExecutionMode
     reason: str
-    one_at_a_time: bool = False
-    sync_wrapper: str = ""
+    one_at_a_time: bool
+    sync_wrapper: str
 
     @property
     def moves(self) -> bool:
@@ -96,8 +96,8 @@ def _planned(
     settings: Settings,
     *,
     lanes: Lanes,
-    one_at_a_time: bool = False,
-    sync_wrapper: str = "",
+    one_at_a_time: bool,
+    sync_wrapper: str,
 ) -> Subject:
     """Return the subject of `function`, which runs where `func`, made of its source, runs."""
     at_0, at_1 = plans_of(func, role, lanes)

@@ -366,7 +366,7 @@ def _run_on_ray(options: RunOptions, served: Served, settings: Settings) -> None
     )
     if served.file is not None:
         served = replace(served, file=replace(served.file, on_cluster=True))
-    serve_until_ctrl_c(load_targets(served), served, settings, None, "ray")
+    serve_until_ctrl_c(load_targets(served), served, settings, None, "ray", None, Replaced())
 
 
 def _run_here(

@@ -128,8 +128,8 @@ def serve_until_ctrl_c(
     settings: Settings,
     budget: ThreadBudget | None,
     engine: str,
-    state: FileState | None = None,
-    replaced: Replaced | None = None,
+    state: FileState | None,
+    replaced: Replaced,
     *,
     watches: bool = False,
 ) -> None:
@@ -137,7 +137,7 @@ def serve_until_ctrl_c(
 
     `replaced` is the server whose place this one takes.
     """
-    replaced, handover = replaced or Replaced(), handover_of_one_process()
+    handover = handover_of_one_process()
     reload = None if state is None else partial(reload_one_process, state)
     reloads = Reloads(reload, state.file if state is not None and watches else None)
     # On Ray, the applications are the cluster's: `ingress status --address`.
@@ -241,8 +241,8 @@ def serve_in_new_processes(
     served: Served,
     settings: Settings,
     config: Mapping[str, Any],
-    state: FileState | None = None,
-    replaced: Replaced | None = None,
+    state: FileState | None,
+    replaced: Replaced,
     *,
     watches: bool = False,
     keep: Sequence[str] = (),
@@ -289,9 +289,7 @@ def serve_in_new_processes(
         line = ready_lines(targets, url, f", in {made.workers} processes")
         shared = SharedPort(bound, address)
         place = WorkersAddress(served, shared, options, settings)
-        code = _supervise(
-            made, served, shared, url, line, state, place, replaced or Replaced(), watches=watches
-        )
+        code = _supervise(made, served, shared, url, line, state, place, replaced, watches=watches)
     finally:
         if shared is None or not shared.is_handed_over:
             address.clean_up()

@@ -38,6 +38,7 @@ def test_jobs_are_seen_and_changed_from_outside(tmp_path: Path) -> None:
             running: "running",
             unreadable: "unreadable",
         }
+        assert "no task handler 'nobody'" in told("list", "--state", "unreadable")
         shown = json.loads(told("show", running))
         assert (shown["args"], shown["name"], shown["tries"]) == ([1, 3600.0], "work", 1)
         assert running in told("list", "--state", "running", "--queue", "jobs")

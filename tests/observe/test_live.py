@@ -372,6 +372,7 @@ def test_slots_whose_calls_do_not_end_are_named_with_their_line_while_others_wai
     [problem] = view["problems"]
     at = f"test_live.py:{line_of('go.wait()  # it hangs')}: go.wait()  # it hangs"
     expected = f"2 of 2 calls are at {at}; 1 request waits for a slot"
+    assert problem["text"].startswith("all 2 slots are held, and no call has ended for 0 s; ")
     assert expected in problem["text"]
     assert expected in caplog.text
     assert (problem["level"], view["is_healthy"]) == ("bad", False)

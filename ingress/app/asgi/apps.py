@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.applications import Starlette
@@ -15,7 +15,7 @@ from starlette.datastructures import State
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
@@ -35,7 +35,7 @@ from ingress.app.asgi.routes import (
 )
 from ingress.app.asgi.unserved_routes import warn_of_routes_not_served
 from ingress.app.asgi.users_app import APPS_LOCK, mark_clone, show_clones, showing
-from ingress.app.asgi.wrapped import is_alike, rebased, take_layers, take_methods
+from ingress.app.asgi.wrapped import rebased, take_methods
 from ingress.core.base.foreign import advisory, copied
 from ingress.core.execution.errors import is_noted, note_other_loop
 from ingress.exceptions import CALL_ERRORS, RayServeException
@@ -163,7 +163,6 @@ class BoundRoutes:
         if isinstance(self.app, FastAPI):
             clone.webhooks = self._webhooks
             clone.openapi_schema = None
-            clone.router.routes = _with_own_docs(clone)
             if "openapi" in vars(self.app):
                 clone.openapi = self._custom_openapi
         clone.router.routes = RouteList([*clone.router.routes, *added])
@@ -258,36 +257,3 @@ def _with_our_handlers(handlers: dict[Any, Any]) -> dict[Any, Callable[..., Any]
         if handlers.keys().isdisjoint(error.__mro__)
     }
     return {**handlers, **ours, Exception: answer_failure}  # Starlette raises the error after that
-
-
-def _with_own_docs(clone: Any) -> list[BaseRoute]:
-    """Return the clone's routes, with FastAPI's documentation routes made anew, in the same places.
-
-    The documentation routes of the user's app would show the user's app.
-    """
-    routes: list[BaseRoute] = clone.router.routes
-    clone.router.routes = []
-    FastAPI.setup(clone)  # not that of a class of the user's, which ran for the user's app
-    own = {_identity(route): route for route in clone.router.routes}
-    return [_renewed(route, own.get(_identity(route))) for route in routes]
-
-
-def _renewed(route: Any, new: Any) -> BaseRoute:
-    """Return the new documentation route, with the layers that user code put around the old one."""
-    if new is None:
-        return cast(BaseRoute, route)
-    renewed = copied(route)
-    renewed.endpoint, renewed.app = new.endpoint, new.app
-    methods = (name for name in vars(route) if callable(getattr(type(route), name, None)))
-
-    def twin(value: Any) -> Any:
-        return new.app if is_alike(value, new.app) else None
-
-    take_layers(route, renewed, (*methods, "app"), twin)
-    return cast(BaseRoute, renewed)
-
-
-def _identity(route: BaseRoute) -> tuple[Any, ...]:
-    if type(route) is not Route:
-        return (id(route),)
-    return (route.path, route.endpoint.__module__, getattr(route.endpoint, "__qualname__", ""))

@@ -35,6 +35,12 @@ _CONTENTS: dict[int, str] = {Frame.DONE: "the result", Frame.ITEM: "an item of t
 _MOST_ARRIVED = 4 * MAX_ITEMS  # the window, and complete responses, which count in none
 
 
+def _cancel(frames: Frames, number: int, call: Call | None) -> None:
+    """Have the child cancel work, with the error of its call."""
+    reason = None if call is None else call.error
+    frames.post(Frame.CANCEL, number, b"" if reason is None else dumps(reason))
+
+
 def unasked() -> None:
     """Do nothing: no client waits for this work, or user code was told before."""
 
@@ -161,8 +167,7 @@ class RemoteWork(Waiters):
         """Stop work that is not over, because of `failure`, and wait until it has ended."""
         call = self.call
         if isinstance(failure, asyncio.CancelledError) or (call and call.is_interrupted):
-            reason = None if call is None else call.error
-            self.frames.post(Frame.CANCEL, self.number, b"" if reason is None else dumps(reason))
+            _cancel(self.frames, self.number, call)
         else:  # its consumer takes no more
             self.frames.post(Frame.CLOSE, self.number)
         await self.ended()
@@ -223,9 +228,8 @@ class RemoteCall(asyncio.Future[None]):
         self.set_result(None)
 
     def cancel(self, msg: object = None) -> bool:
-        """Have the child cancel the work, with the error of its call."""
+        """Have the child cancel the work."""
         self.is_cancelled = True
         if self.number and not self.is_over:
-            reason = self.call.error
-            self.frames.post(Frame.CANCEL, self.number, b"" if reason is None else dumps(reason))
+            _cancel(self.frames, self.number, self.call)
         return True

@@ -138,7 +138,7 @@ def _formatter(encoding: str, attributes: Sequence[str], *, colors: bool) -> log
     return TextFormatter(attributes, colors=colors)
 
 
-def formatter_for(record: logging.LogRecord, *, colors: bool = False) -> logging.Formatter:
+def formatter_for(record: logging.LogRecord, *, colors: bool) -> logging.Formatter:
     """Return the formatter that the options of a record's deployment ask for."""
     attributes = LOGS.of(record, "additional_log_standard_attrs") or ()
     return _formatter(LOGS.of(record, "encoding") or "TEXT", tuple(attributes), colors=colors)
@@ -223,7 +223,8 @@ _OWN = Printer()
 def _write(record: logging.LogRecord, folder: str) -> None:
     """Write a record into the file of its replica, or that of the process, in `logs_dir`."""
     is_access = record.name == ACCESS and LOGS.of(record, "encoding") != "JSON"
-    text = (_access_text(colors=False) if is_access else formatter_for(record)).format(record)
+    formatter = _access_text(colors=False) if is_access else formatter_for(record, colors=False)
+    text = formatter.format(record)
     FILES.put((os.path.join(folder, _file_name(record)), text), len(text))
 
 

@@ -193,6 +193,7 @@ def test_user_config_is_recorded_as_it_was() -> None:
     ("options", "message"),
     [
         ({"backpressure_config": {"status_code": 404}}, "status_code must be 503 or 429, got 404"),
+        ({"logging_config": {"log_level": -1}}, "or a number of Python's logging, got -1"),
         ({"logging_config": {"encoding": "XML"}}, "encoding must be 'TEXT' or 'JSON', got 'XML'"),
         (
             {"logging_config": {"additional_log_standard_attrs": ["asctime", "threadNam"]}},
@@ -307,6 +308,11 @@ def test_the_defaults_are_those_of_ray_except_max_ongoing_requests() -> None:
     assert RequestRouterConfig().max_backoff_s == 0.5
     assert BackpressureConfig().status_code == 503
     assert LoggingConfig().log_level == "INFO"
+
+
+@pytest.mark.parametrize("level", ["DEBUG", 0, 15])
+def test_a_log_level_is_a_name_or_a_number_from_0_on(level: str | int) -> None:
+    assert LoggingConfig(log_level=level).log_level == level
 
 
 def test_a_config_cannot_be_changed() -> None:

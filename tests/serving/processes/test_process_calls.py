@@ -300,6 +300,20 @@ def test_a_generator_that_goes_on_after_its_cancellation_frees_its_slot(isolatio
     wait_until(lambda: router.num_ongoing == 0)
 
 
+@pytest.mark.parametrize(
+    ("method", "how"), [("wait", "cancel"), ("items", "cancel"), ("items", "abandon")]
+)
+def test_a_call_that_a_child_leaves_ends_where_it_runs(method: str, how: str) -> None:
+    outer = serve.run(in_isolation("Outer", "process"), route_prefix=None)
+    router = local_engine().routers[DeploymentID("Echo", "default")]
+    outer.begin.remote(method).result(timeout_s=PATIENCE_S)
+    wait_until(lambda: router.num_ongoing == 1)
+
+    outer.leave.remote(how).result(timeout_s=PATIENCE_S)
+
+    wait_until(lambda: router.num_ongoing == 0)
+
+
 @in_both_places
 @pytest.mark.parametrize("ends", ["call", "argument"])
 def test_a_call_that_ends_before_it_is_sent_is_forgotten(isolation: str, ends: str) -> None:

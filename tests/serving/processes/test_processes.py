@@ -221,10 +221,14 @@ def test_a_stall_in_a_child_is_logged_counted_and_listed(
     for each in list(ours.filters):
         if getattr(each, "__name__", "") == "_is_no_stall":  # of tests/conftest.py
             ours.removeFilter(each)
+
+    def stalls(request_id: str) -> list[serve.Stall]:
+        return [each for each in serve.stalls() if request_id in each.request_ids]
+
     request_id = model.stall.remote().result()
 
-    wait_until(lambda: [each for each in serve.stalls() if request_id in each.request_ids])
-    (stall,) = [each for each in serve.stalls() if request_id in each.request_ids]
+    wait_until(lambda: stalls(request_id))
+    (stall,) = stalls(request_id)
     assert (stall.deployment, stall.method) == ("Model", "Model.stall")
     assert stall.place.file == process_app.__file__
     (replica,) = serve.status().applications["model"].deployments["Model"].replicas
@@ -233,6 +237,9 @@ def test_a_stall_in_a_child_is_logged_counted_and_listed(
     (record,) = [each for each in caplog.records if hasattr(each, "stall")]
     assert "The event loop of Model#0 stalled" in record.getMessage()
     assert vars(record)["request_id"] == request_id
+    later = [model.stall.remote().result() for _ in range(2)]
+    wait_until(lambda: stalls(later[1]))
+    assert [len(stalls(each)) for each in (request_id, *later)] == [1, 1, 1]
 
 
 def test_the_status_has_the_lanes_and_batches_of_a_child(model: DeploymentHandle) -> None:
