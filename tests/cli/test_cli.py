@@ -235,6 +235,26 @@ def test_a_number_out_of_range_is_refused_by_name(folder: Path, option: str, val
     assert result.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run app:hello --drain-delay",
+        "run app:hello --min-body-rate",
+        "memory --seconds",
+        "profile --seconds",
+        "stop --wait --timeout",
+    ],
+)
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_number_that_is_not_finite_is_refused_by_name(
+    folder: Path, command: str, value: str
+) -> None:
+    result = invoke(folder, *command.split(), value)
+
+    assert f"Invalid value for '{command.split()[-1]}': {value} is not" in result.stderr
+    assert result.exit_code == 2
+
+
 NO_FLAG = "must be 0 or 1, got 'yes'; set it to 0 or 1, or unset it"
 NO_ENGINE = "must be local or ray, got 'yes'; set it to one of these, or unset it"
 
