@@ -215,6 +215,8 @@ def profile(
         typer.echo(tamed(f"missing: {line}"), err=True)
     is_picture = out.suffix == ".svg"
     seen = paths(found, deployment, by_thread=not is_picture)
+    if not seen and all(each["problem"] for each in found):
+        raise refusal("no process could look; try again")
     if not seen:
         raise refusal(f"no user code ran in {seconds:g} s; send requests meanwhile")
     title = f"{sum(seen.values()):.2f} s of threads in {seconds:g} s"
