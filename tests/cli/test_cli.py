@@ -415,6 +415,7 @@ def test_openapi_of_a_plain_deployment_is_one_line(folder: Path) -> None:
 def test_openapi_to_a_folder_that_is_not_there_is_one_line(folder: Path) -> None:
     result = invoke(folder, "openapi", "app:hello", "-o", "no/such/folder/schema.json")
     assert told(result).startswith("Error: ")
+    assert told(result).endswith("; give another path")
 
 
 def test_run_shows_a_deprecated_option_once_with_its_line(tmp_path: Path) -> None:
