@@ -23,7 +23,7 @@ from ingress.cli.cluster_commands import AddressOption
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.run_server import read_settings
 from ingress.cli.server_commands import MOST_LOOK_S
-from ingress.cli.target import AsJSON, refusal, refusing
+from ingress.cli.target import MOST_WAIT_S, AsJSON, finite, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed, write
 from ingress.observe.live.observer import DeploymentProgress
 from ingress.observe.timeline.chrome import check_writable
@@ -46,7 +46,14 @@ Wait = Annotated[
 ]
 Timeout = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", min=0.1, help="With --wait: give up after this."),
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=0.1,
+        max=MOST_WAIT_S,
+        callback=finite,
+        help="With --wait: give up after this.",
+    ),
 ]
 
 
@@ -133,7 +140,8 @@ def memory(
         typer.Option(help="Only the processes of this deployment.", show_default=False),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=MOST_LOOK_S, help="Time between both looks.")
+        float,
+        typer.Option(min=0.1, max=MOST_LOOK_S, callback=finite, help="Time between both looks."),
     ] = 10.0,
     as_json: AsJSON = False,
 ) -> None:
@@ -166,7 +174,9 @@ def profile(
         str | None,
         typer.Option(help="Only this one: NAME or APP:NAME.", show_default=False),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=MOST_LOOK_S, help="Time to look.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=MOST_LOOK_S, callback=finite, help="Time to look.")
+    ] = 10.0,
     out: Annotated[
         Path, typer.Option(help="FILE.svg, a flame graph, or FILE.json for www.speedscope.app.")
     ] = Path("profile.svg"),
@@ -205,6 +215,8 @@ def profile(
         typer.echo(tamed(f"missing: {line}"), err=True)
     is_picture = out.suffix == ".svg"
     seen = paths(found, deployment, by_thread=not is_picture)
+    if not seen and all(each["problem"] for each in found):
+        raise refusal("no process could look; try again")
     if not seen:
         raise refusal(f"no user code ran in {seconds:g} s; send requests meanwhile")
     title = f"{sum(seen.values()):.2f} s of threads in {seconds:g} s"

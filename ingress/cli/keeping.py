@@ -49,11 +49,14 @@ from ingress.core.base.libraries import is_library
 from ingress.core.base.settings import runtime_folder, start_method
 from ingress.engines import local_engine
 from ingress.engines.applications import StartEnded
+from ingress.serving.processes.code import imported
+from ingress.serving.processes.process_host import ProcessHost
 from ingress.telemetry.mistakes import format_failed_start, format_mistake
 from ingress.telemetry.watchdog.stacks import current_frames
 
 DELAY_S = 0.05  # of uvicorn's supervisor, between two looks at the files
 IMPORT_S = 60.0  # for the process's answer
+CHILD_S = 5.0  # for the answer of a replica in a process
 _LOOK_S = 0.05
 _MOST_HELD = 1_000  # items of a container of a module
 _NAMED = 8  # modules, in an error
@@ -241,7 +244,9 @@ class KeepingProcess:
             path = Path(str(modules[name].__file__))
             try:
                 compile(path.read_bytes(), path, "exec", dont_inherit=True)
-            except (OSError, SyntaxError, ValueError) as error:
+            except OSError as error:
+                return _not_applied(f"cannot read {path}: {error.strerror}")
+            except Exception as error:  # such as a `RecursionError`
                 return _not_applied(format_mistake(error))
             # Its stamp has whole seconds: two changes in one second may have the same.
             Path(cache_from_source(path)).unlink(missing_ok=True)
@@ -266,7 +271,7 @@ class KeepingProcess:
             for frame, _ in walk_stack(frames.get(ident or 0)):
                 if (name := str(frame.f_globals.get("__name__"))) in affected:
                     return f"{thread}, a thread that {name} has started, runs its old code"
-        return ""
+        return _old_code_in_children(affected)
 
     def _reload(self, affected: Iterable[str], began: float) -> str:
         """Import modules again, and begin to update the applications."""
@@ -278,7 +283,7 @@ class KeepingProcess:
         try:
             targets = list(self._served.targets())
             built = [one for each in targets for one in _deployments(each)]
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # `KeyboardInterrupt` too: no signal raises it in a thread
             found = users_modules().items()
             made = [sys.modules.pop(key) for key, each in found if each is not modules.get(key)]
             frames = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -317,6 +322,26 @@ class KeepingProcess:
         else:
             _forget()
             _say(f"reloaded {names} in {monotonic() - began:.2f} s")
+
+
+def _old_code_in_children(affected: Collection[str]) -> str:
+    """Return which replica in a process would stay with old modules, "" if none would.
+
+    It has imported them for an object of a class of theirs, say, that a call has brought.
+    """
+    for application in list(local_engine().applications.values()):
+        for deployment in list(application.deployments.values()):
+            if deployment.using.built.deployment.func_or_class.__module__ in affected:
+                continue  # its replicas are replaced
+            for each in deployment.replicas:
+                if isinstance(each.host, ProcessHost) and not each.is_ending:
+                    try:
+                        found = each.host.look(imported, tuple(affected), timeout_s=CHILD_S)()
+                    except Exception as error:
+                        return f"{each.replica_id} does not tell what it has imported: {error!r}"
+                    if found:
+                        return f"{each.replica_id}, a process, has imported {', '.join(found)}"
+    return ""
 
 
 def _forget() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 
 import typer
 
-from ingress.cli.target import AppDir, FileOrTarget
+from ingress.cli.target import MOST_WAIT_S, AppDir, FileOrTarget, finite
 
 
 class LogLevelName(StrEnum):
@@ -272,6 +272,7 @@ class RunOptions:
         _option(
             _LIMITS,
             min=0,
+            callback=finite,
             metavar="BYTES",
             help="Refuse a request whose body comes with fewer bytes a second; 0 for any rate."
             "  [default: 240]",
@@ -303,6 +304,8 @@ class RunOptions:
         _option(
             _LIMITS,
             min=0,
+            max=MOST_WAIT_S,
+            callback=finite,
             metavar="SECS",
             help="Time to take requests after SIGTERM, while /-/readyz fails.  [default: 0]",
         ),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,7 @@ AppDir = Annotated[
 ]
 
 
+MOST_WAIT_S = 86_400.0  # that an option may ask for
 _ONE_LINE = ConsoleDimensions(10_000, 25)
 
 
@@ -67,6 +69,13 @@ def note_json(given: bool) -> bool:
     """Have errors told as JSON too, if the command has `--json`."""
     _AS_JSON.set(given)
     return given
+
+
+def finite(number: float | None) -> float | None:
+    """Refuse a `nan` and an infinite number of an option, which pass a range."""
+    if number is not None and not isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
 
 
 AsJSON = Annotated[

@@ -69,7 +69,7 @@ def write(output: Path | None, text: str) -> None:
         output.write_text(text)
     except OSError as error:
         problem = f"cannot write {str(output)!r}: {error.strerror}"
-        raise refusal(f"{problem}; give -o a path in a folder that is there") from None
+        raise refusal(f"{problem}; give another path") from None
 
 
 @contextmanager

@@ -235,6 +235,26 @@ def test_a_number_out_of_range_is_refused_by_name(folder: Path, option: str, val
     assert result.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run app:hello --drain-delay",
+        "run app:hello --min-body-rate",
+        "memory --seconds",
+        "profile --seconds",
+        "stop --wait --timeout",
+    ],
+)
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_number_that_is_not_finite_is_refused_by_name(
+    folder: Path, command: str, value: str
+) -> None:
+    result = invoke(folder, *command.split(), value)
+
+    assert f"Invalid value for '{command.split()[-1]}': {value} is not" in result.stderr
+    assert result.exit_code == 2
+
+
 NO_FLAG = "must be 0 or 1, got 'yes'; set it to 0 or 1, or unset it"
 NO_ENGINE = "must be local or ray, got 'yes'; set it to one of these, or unset it"
 
@@ -395,6 +415,7 @@ def test_openapi_of_a_plain_deployment_is_one_line(folder: Path) -> None:
 def test_openapi_to_a_folder_that_is_not_there_is_one_line(folder: Path) -> None:
     result = invoke(folder, "openapi", "app:hello", "-o", "no/such/folder/schema.json")
     assert told(result).startswith("Error: ")
+    assert told(result).endswith("; give another path")
 
 
 def test_run_shows_a_deprecated_option_once_with_its_line(tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def test_while_the_command_line_is_imported(tmp_path: Path, name: str) -> None:
     assert stopped(tmp_path, command) == (130, STOPPED)
 
 
+def test_a_command_that_serves_nothing_is_only_stopped(tmp_path: Path) -> None:
+    write_module(tmp_path, "sitecustomize", AT_IMPORT.format(name="pydantic"))
+    assert stopped(tmp_path, [*MODULE, "profile"]) == (130, "stopped by Ctrl-C\n")
+
+
 SWALLOWS = f"""\
 try:
     {HANG}

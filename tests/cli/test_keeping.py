@@ -133,7 +133,12 @@ def test_changed_code_serves_beside_the_objects_and_the_replicas_that_are_kept(
         it.wait_for(r"main\.py(.|\n)*SyntaxError(.|\n)*the code before serves on")
         change(tmp_path, "main", ("def broken(:", "no_such_name"))
         it.wait_for(r"main\.py(.|\n)*NameError(.|\n)*the code before serves on")
-        change(tmp_path, "main", ("no_such_name", ""), ("\nhello =", "\nhallo ="))
+        change(tmp_path, "main", ("no_such_name", "raise KeyboardInterrupt"))
+        it.wait_for(r"main\.py(.|\n)*KeyboardInterrupt\nnot reloaded")
+        (tmp_path / "words.py").unlink()
+        it.wait_for(r"cannot read .*words\.py: No such file or directory\nnot reloaded")
+        write_module(tmp_path, "words", "WORD = 'two'")
+        change(tmp_path, "main", ("raise KeyboardInterrupt", ""), ("\nhello =", "\nhallo ="))
         it.wait_for(r"no attribute 'hello'; it has hallo\nnot reloaded")
         change(tmp_path, "main", ("hallo", "hello"), ("= model\n", "= model; 1 / 0\n"))
         it.wait_for("deployment 'Api' failed to start: ZeroDivisionError")
@@ -243,6 +248,33 @@ def test_replicas_in_processes_run_the_new_code_and_a_file_restarts(
         (tmp_path / "serve.yaml").write_text(FILE.replace("shop", "store"))
         it.wait_for("restarts: serve.yaml changed\n")
         wait_until(lambda: answer(it) not in (None, after))
+
+
+@pytest.mark.timeout(150)
+def test_a_process_that_stays_has_no_class_of_a_changed_module(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    change(
+        tmp_path,
+        "models",
+        ("@serve.deployment", '@serve.deployment(isolation="process")'),
+        ("[id(WEIGHTS), id(self), isinstance(weights, Weights), self.size]", "repr(weights)"),
+    )
+    change(tmp_path, "main", ("models.WEIGHTS", "1"))
+    with ingress_run(tmp_path, "main:hello", *KEEP, environ=environ) as it:
+        it.wait_for("Ctrl-C to stop")
+        kind = "class Point(NamedTuple):\n    x: int = 1\n"
+        change(
+            tmp_path,
+            "main",
+            ("\nimport os", f"\nimport os\nfrom typing import NamedTuple\n{kind}"),
+            ("remote(1)", "remote(Point())"),
+        )
+        it.wait_for("reloaded main in")  # the process has not imported it yet
+        wait_until(lambda: answer(it)[3] == "Point(x=1)")
+        change(tmp_path, "main", ("x: int = 1", "x: int = 1\n    y: int = 2"))
+        it.wait_for("restarts: Model#0, a process, has imported main\n")
+        wait_until(lambda: (answer(it) or [None])[-1] == "Point(x=1, y=2)")
 
 
 COUNT = """

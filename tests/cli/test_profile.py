@@ -14,7 +14,14 @@ from xml.etree import ElementTree
 import pytest
 
 from ingress.core.base.settings import RUNTIME_DIR
-from tests.programs import ServerProcess, ingress_run, run_ingress, write_module
+from tests.programs import (
+    INGRESS,
+    ServerProcess,
+    ingress_run,
+    process,
+    run_ingress,
+    write_module,
+)
 from tests.programs import environment as environment_of
 from tests.servers import get
 
@@ -127,6 +134,19 @@ def test_a_function_is_found_under_its_replica_its_route_and_its_thread(
     titles = [str(each.text).partition(" (")[0] for each in picture.iter(f"{_SVG}title")]
     assert {"Child.compute", "spin"} <= set(titles)
     assert not any("Api" in each for each in titles)
+
+
+def test_a_second_profile_at_once_is_not_taken_for_idle_code(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    with ingress_run(tmp_path, "main:hello", "--no-access-log", environ=environ) as server:
+        server.wait_for("Ctrl-C to stop")
+        first = [*INGRESS, "profile", "--seconds", "20"]
+        with process(first, tmp_path, environ) as profile:
+            profile.wait_for("looks for 20 s")
+            second = run_ingress(tmp_path, "profile", "--seconds", "0.1", **environ)
+    assert "missing: another profile is being made" in second.stderr
+    assert "no process could look; try again" in second.stderr
 
 
 def test_all_workers_are_in_a_profile(tmp_path: Path, environ: dict[str, str]) -> None:

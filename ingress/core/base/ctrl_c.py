@@ -17,7 +17,7 @@ import threading
 from types import FrameType, TracebackType
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
-_LINE = "stopped by Ctrl-C, before it served"
+_LINE = "stopped by Ctrl-C"
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")  # options of Python
 
 _was_pressed = False
@@ -40,8 +40,9 @@ def _runs_command_line() -> bool:
 
 
 def say_stopped() -> None:
-    """Write the line that a start was stopped, in one piece."""
-    os.write(2, f"{_LINE}\n".encode())
+    """Write the line that a start, or another command, was stopped, in one piece."""
+    is_start = sys.argv[1:2] == ["run"] or not _runs_command_line()
+    os.write(2, f"{_LINE}{', before it served' if is_start else ''}\n".encode())
 
 
 def without_traceback(error: KeyboardInterrupt) -> KeyboardInterrupt:

@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -137,6 +137,11 @@ def import_main(main: str, *, is_module: bool = False) -> ModuleType:
             vars(module).update(runpy.run_path(main, run_name=_MAIN))
         sys.modules["__main__"] = sys.modules[_MAIN] = module
     return sys.modules[_MAIN]
+
+
+def imported(replica: object, names: Sequence[str]) -> list[str]:
+    """Return those of these modules that a child has imported; for `ProcessHost.look`."""
+    return [each for each in names if each in sys.modules]
 
 
 def accept_main() -> None:
