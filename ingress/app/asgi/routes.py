@@ -59,7 +59,6 @@ from ingress.app.asgi.methods import (
     Methods,
     Target,
     asks_for_self,
-    kind_for_fastapi,
     refuse_self_from_client,
 )
 from ingress.app.asgi.responses import take_over_stream
@@ -80,7 +79,14 @@ from ingress.core.base.foreign import copied, stored
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
-from ingress.core.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
+from ingress.core.execution.execution import (
+    Kind,
+    kind,
+    kind_for_fastapi,
+    name_of,
+    override_of,
+    stays_on_loop,
+)
 
 logger = logging.getLogger("ingress")
 
