@@ -28,10 +28,16 @@ from typing import Any
 from fastapi.security.base import SecurityBase
 
 from ingress.app.asgi.compat import Dependant, get_dependant, read_dependants_by
-from ingress.app.asgi.methods import Methods, Target, kind_for_fastapi, plain, without_partials
+from ingress.app.asgi.methods import Methods, Target, plain
 from ingress.context import REPLICA
 from ingress.core.base.signatures import signature_of
-from ingress.core.execution.execution import Kind, name_of, override_of
+from ingress.core.execution.execution import (
+    Kind,
+    kind_for_fastapi,
+    name_of,
+    override_of,
+    without_partials,
+)
 
 
 class Lifted:

@@ -52,7 +52,7 @@ from ingress.app.asgi.compat import (
 )
 from ingress.core.base.foreign import dict_of, has_code_for, unwrapped
 from ingress.core.base.signatures import annotations_of, signature_of
-from ingress.core.execution.execution import Kind, code_of, kind, name_of
+from ingress.core.execution.execution import Kind, code_of, name_of, without_partials
 from ingress.exceptions import RayServeException
 from ingress.telemetry.logs import logger
 
@@ -236,17 +236,6 @@ def plain(func: Any) -> Any:
     return func.__func__ if isinstance(func, staticmethod) else func
 
 
-def kind_for_fastapi(func: Callable[..., object]) -> Kind:
-    """Return the kind of `func` in FastAPI's view, which looks through `__wrapped__`, too."""
-    outer = kind(func)
-    if outer is not Kind.FUNCTION:
-        return outer
-    func = without_partials(func)
-    if not (inspect.isroutine(func) or inspect.isclass(func)):
-        func = type(func).__call__
-    return kind(inspect.unwrap(func))
-
-
 def is_read_by_fastapi(parameter: inspect.Parameter, func: Any) -> bool:
     """Return whether a parameter of `func` is a dependency, a header or the like, by its marker."""
     annotation = _read_if_possible(parameter.annotation, _innermost(func), None)
@@ -265,13 +254,6 @@ def _read_if_possible(annotation: Any, func: FunctionType | None, owner: type | 
     with suppress(Exception):
         annotation = _evaluated(annotation, func, owner)
     return annotation
-
-
-def without_partials(func: Any) -> Any:
-    """Return the callable inside of `partial`s."""
-    while isinstance(func, partial):
-        func = func.func
-    return func
 
 
 def refuse_self_from_client(func: Any, where: str) -> None:

@@ -26,9 +26,15 @@ from starlette.types import ASGIApp
 from ingress.app.asgi.compat import Dependant, ServedRoute, base_app
 from ingress.app.asgi.compiled import CompiledRoute
 from ingress.app.asgi.dependencies import Lifted, Planned, nodes_of_route, original_of, target_of
-from ingress.app.asgi.methods import GENERATORS, kind_for_fastapi
+from ingress.app.asgi.methods import GENERATORS
 from ingress.app.asgi.routes import api_route, served_routes
-from ingress.core.execution.execution import Role, kind, name_of
+from ingress.core.execution.execution import (
+    Role,
+    kind,
+    kind_for_fastapi,
+    name_of,
+    without_partials,
+)
 
 _FRAMEWORKS = ("fastapi", "starlette", "ingress")
 
@@ -116,7 +122,9 @@ class _Routes:
             func = call.target.func if is_lifted else call
             is_planned = isinstance(call, Planned)
             if not is_planned and kind_for_fastapi(func) is not kind(func):
-                func = inspect.unwrap(func)  # FastAPI looks at the wrapped function
+                func = inspect.unwrap(
+                    without_partials(func)
+                )  # FastAPI looks at the wrapped function
             role = Role.ENDPOINT if is_planned else Role.FRAMEWORK
             at_once = getattr(getattr(each, "concurrency", None), "max_concurrency", None)
             yield Part("dependency", func, role, at_once)

@@ -58,7 +58,6 @@ from ingress.app.asgi.methods import (
     Methods,
     Target,
     asks_for_self,
-    kind_for_fastapi,
     refuse_self_from_client,
 )
 from ingress.app.asgi.responses import take_over_stream
@@ -79,7 +78,14 @@ from ingress.core.base.foreign import copied, stored
 from ingress.core.base.signatures import signature_of
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
-from ingress.core.execution.execution import Kind, kind, name_of, override_of, stays_on_loop
+from ingress.core.execution.execution import (
+    Kind,
+    kind,
+    kind_for_fastapi,
+    name_of,
+    override_of,
+    stays_on_loop,
+)
 from ingress.telemetry.logs import logger
 
 
@@ -438,6 +444,7 @@ def refuse_added(route: Any) -> None:
 def check_routes(app: Router | Starlette, methods: Methods, *, mounted_at: str = "") -> None:
     """Raise `TypeError` or `RayServeException`, with the fix, for routes that can never run."""
     router: Any = getattr(app, "router", app)
+    _check_handlers(app, methods)
     for inner in found_inside(router.default, _APPS):
         if inner is not router:
             check_routes(inner, methods, mounted_at=mounted_at or "router.default")
@@ -476,7 +483,7 @@ _APPS = (Starlette, Router)
 
 
 def check_layers(app: Any, methods: Methods) -> None:
-    """Raise `TypeError` for methods in an app that is in a layer, or that FastAPI cannot bind."""
+    """Raise `TypeError` for routes of the class in an app that is in a layer."""
     for inner in found_inside(app, _APPS) if not isinstance(app, _APPS) else ():
         for served in served_routes(inner.routes):
             if methods.owns(getattr(served, "endpoint", None)):
@@ -486,6 +493,9 @@ def check_layers(app: Any, methods: Methods) -> None:
                     "Give @serve.ingress the app itself, and put the layer into it with "
                     "app.add_middleware(...)."
                 )
+
+
+def _check_handlers(app: Any, methods: Methods) -> None:
     layers = [each.kwargs.get("dispatch") for each in getattr(app, "user_middleware", ())]
     for func in (*layers, *getattr(app, "exception_handlers", {}).values()):
         if func is not None and methods.takes_self(func):
@@ -493,6 +503,15 @@ def check_layers(app: Any, methods: Methods) -> None:
                 f"{name_of(func)} is a middleware or an exception handler of the app, which calls "
                 "it without an instance. Write it outside of the class; it finds the replica's "
                 "state in request.app.state."
+            )
+    router = getattr(app, "router", app)
+    events = [*getattr(router, "on_startup", ()), *getattr(router, "on_shutdown", ())]
+    for func in (*events, getattr(router, "lifespan_context", None)):
+        if func is not None and methods.takes_self(func):
+            raise TypeError(
+                f"{name_of(func)} is an event handler or the lifespan of the app, which calls it "
+                "without an instance. Use `async def __init__(self)` and `async def __del__(self)`,"
+                " or write it outside of the class."
             )
 
 

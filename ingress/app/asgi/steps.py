@@ -37,9 +37,8 @@ from ingress.app.asgi.compat import (
 )
 from ingress.app.asgi.compat import endpoint_context as extract_endpoint_context
 from ingress.app.asgi.dependencies import nodes_of
-from ingress.app.asgi.methods import kind_for_fastapi
 from ingress.app.asgi.received_headers import as_received, request_params_to_args
-from ingress.core.execution.execution import Kind
+from ingress.core.execution.execution import Kind, kind_for_fastapi
 
 JSON_SCALARS = frozenset((str, int, float, bool, NoneType))
 """The types of JSON values that are immutable, and so can be shared."""

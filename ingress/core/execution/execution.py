@@ -21,8 +21,9 @@ A generator runs in the same place as the function that returned it. The loop aw
 that a `def` returns. An error that is not an `Exception` becomes `UserCodeExit` here, and an
 error that cannot be read becomes `UnreadableError`.
 
-The kind of a callable is looked up through `partial`, bound methods and callable objects, not
-through `__wrapped__`: a sync wrapper around an `async def` is a `def`.
+The kind of a callable is looked up through `partial`, bound methods and callable objects. For an
+ENDPOINT it is FastAPI's, which looks through `__wrapped__`, too; elsewhere a sync wrapper around an
+`async def` is a `def`.
 """
 
 from __future__ import annotations
@@ -80,6 +81,18 @@ def kind(func: Callable[..., object]) -> Kind:
     return Kind.FUNCTION
 
 
+def kind_for_fastapi(func: Callable[..., object]) -> Kind:
+    """Return the kind of `func` in FastAPI's view, which looks through `__wrapped__`, too."""
+    outer = kind(func)
+    if outer is not Kind.FUNCTION:
+        return outer
+    func = without_partials(func)
+    inner = inspect.unwrap(func)
+    if inner is func and not (inspect.isroutine(func) or inspect.isclass(func)):
+        inner = inspect.unwrap(type(func).__call__)
+    return kind(inner)
+
+
 def _is_marked(func: Callable[..., object]) -> bool:
     """Return whether a `def` is marked as one that returns a coroutine, in the way of Python 3.11.
 
@@ -105,6 +118,13 @@ def code_of(func: Callable[..., object]) -> CodeType | None:
     """Return the code object of `func`, `None` if it is not written in Python."""
     code = getattr(underlying(func), "__code__", None)
     return code if isinstance(code, CodeType) else None
+
+
+def without_partials(func: Any) -> Any:
+    """Return the callable inside of `partial`s."""
+    while isinstance(func, partial):
+        func = func.func
+    return func
 
 
 def underlying(func: Callable[..., object]) -> Callable[..., object]:
@@ -382,12 +402,14 @@ def plan(
     without `lanes`, outside of a deployment, it runs every `def`. Raises `ValueError` for a lane
     that the deployment does not have.
     """
-    written = kind(func)
     override = override_of(func)
+    written = kind_for_fastapi(func) if role is Role.ENDPOINT and override is None else kind(func)
     warns = False
     lane = ""
     if written.is_async:
         mode, reason = ExecutionMode.EVENT_LOOP, "async def"
+        if not kind(func).is_async:
+            reason = "FastAPI sees the async def that it wraps"
     elif role is Role.LIFECYCLE and lanes is not None and lanes.is_serial:
         mode, reason = ExecutionMode.SERIAL, "its class has a method in the serial thread"
     elif role in _FIXED:

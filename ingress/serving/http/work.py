@@ -165,6 +165,12 @@ class HTTPWork(Work):
                     self.reply.post(self.reply.disconnect, NORMAL)
                 return
             await self._stream()
+        elif message["type"] == "websocket.http.response.start":
+            # As uvicorn, whose error would come on the HTTP loop, where no handler is.
+            raise RuntimeError(
+                "Expected ASGI message 'websocket.send' or 'websocket.close', but got "
+                "'websocket.http.response.start'."
+            )
         assert self._outbound is not None
         try:
             if self.ends_with_client and self.reply.state is TOLD:

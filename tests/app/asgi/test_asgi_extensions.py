@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import types
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from starlette.datastructures import MutableHeaders
 from starlette.routing import Route
+from starlette.testclient import TestClient as PlainClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingress.app.asgi.spec import ingress
@@ -237,6 +239,45 @@ def test_a_decorator_gets_keywords_only_as_fastapi_passes_them(app: FastAPI) -> 
             assert client.get(path).json() == "served"
             assert client.get(path + "?limit").json() == "limited"
         assert client.get("/positional-only").json() == "served"
+
+
+def in_a_task(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `def` around an `async def` that works only on the event loop."""
+
+    @wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return asyncio.create_task(func(*args, **kwargs))
+
+    return wrapper
+
+
+def test_a_def_around_an_async_def_runs_on_the_loop_as_fastapi_runs_it(app: FastAPI) -> None:
+    plain = FastAPI()
+
+    @plain.get("/")
+    @in_a_task
+    async def root(name: str) -> str:
+        return name
+
+    @ingress(app)
+    class K:
+        @in_a_task
+        async def found(self, name: str) -> str:
+            return name
+
+        @app.get("/")
+        @in_a_task
+        async def root(self, name: str) -> str:
+            return name
+
+        @app.get("/depends")
+        def depends(self, name: str = Depends(found)) -> str:
+            return name
+
+    assert PlainClient(plain).get("/", params={"name": "n"}).json() == "n"
+    with serve(K) as client:
+        for path in ("/", "/depends"):
+            assert client.get(path, params={"name": "n"}).json() == "n"
 
 
 def only_wrapped(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -1276,10 +1276,51 @@ def test_a_method_that_the_app_calls_without_its_instance_is_refused(app: FastAP
     with pytest.raises(TypeError, match=r"Handling\.missing is a middleware or an exception"):
         bound(ingress(app)(Handling))
     inner = FastAPI()
+    app.mount("/in", inner)
+
+    class Mounted:
+        @inner.exception_handler(KeyError)
+        def missing(self, request: Request, error: KeyError) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Mounted\.missing is a middleware or an exception"):
+        bound(ingress(app)(Mounted))
+    inner = FastAPI()
     cls, _ = one_route(inner)
     layered: Any = CORSMiddleware(inner, allow_origins=["*"])
     with pytest.raises(TypeError, match=r"K\.root is a route of an app that is in a layer"):
         bound(ingress(layered)(cls))
+
+
+@pytest.mark.filterwarnings("ignore:[^a-z]*on_event is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("event", ["startup", "shutdown"])
+@pytest.mark.parametrize("owner", [APIRouter, FastAPI])
+def test_a_method_that_the_app_calls_at_its_start_or_end_is_refused(
+    owner: type[APIRouter | FastAPI], event: str, app: FastAPI
+) -> None:
+    owned = app if owner is FastAPI else APIRouter()
+
+    class Handling:
+        @owned.on_event(event)
+        async def handle(self) -> None: ...
+
+    if isinstance(owned, APIRouter):
+        app.include_router(owned)
+    with pytest.raises(TypeError, match=r"Handling\.handle is an event handler.* __init__\(self\)"):
+        bound(ingress(app)(Handling))
+
+
+def test_a_method_as_the_lifespan_of_the_app_is_refused(app: FastAPI) -> None:
+    router: Any = app.router
+
+    class Handling:
+        @asynccontextmanager
+        async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+            yield
+
+        router.lifespan_context = lifespan
+
+    with pytest.raises(TypeError, match=r"Handling\.lifespan is .* the lifespan of the app"):
+        bound(ingress(app)(Handling))
 
 
 class Delegating(Layer):

@@ -195,6 +195,23 @@ async def test_how_it_is_written_is_seen_through_partials_and_objects_not_throug
     assert kind(func) is expected
 
 
+@pytest.mark.parametrize(
+    "func",
+    [
+        sync_wrapper(here_async),
+        partial(sync_wrapper(here_async)),
+        sync_wrapper(sync_wrapper(HereAsync())),
+        functools.update_wrapper(Here(), here_async),
+    ],
+    ids=["function", "partial", "twice", "object"],
+)
+async def test_an_endpoint_runs_where_fastapi_runs_it_which_looks_through_wraps(
+    func: Callable[..., Any], planned: Planned
+) -> None:
+    assert planned(func, Role.ENDPOINT).where == ON_LOOP.value
+    assert planned(func, Role.METHOD, flag=True).where == IN_THREAD.value
+
+
 async def test_a_builtin_counts_as_def_and_does_not_warn(planned: Planned) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

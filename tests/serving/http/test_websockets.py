@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
-from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+from fastapi import FastAPI, HTTPException, WebSocket, WebSocketDisconnect
 from starlette.responses import PlainTextResponse
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -55,6 +55,10 @@ class Handlers:
     async def raises(self, websocket: WebSocket) -> None:
         await websocket.accept()
         raise ValueError("no good")
+
+    async def raises_for_http(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        raise HTTPException(401)
 
     async def exits(self, websocket: WebSocket) -> None:
         await websocket.accept()
@@ -162,7 +166,8 @@ def port(separate: str, handlers: Handlers) -> int:
 
 
 @pytest.mark.parametrize(
-    ("path", "code"), [("/returns", 1000), ("/raises", 1011), ("/exits", 1011)]
+    ("path", "code"),
+    [("/returns", 1000), ("/raises", 1011), ("/raises_for_http", 1011), ("/exits", 1011)],
 )
 def test_a_handler_that_ends_without_closing_is_closed_for(
     path: str, code: int, port: int, caplog: pytest.LogCaptureFixture
@@ -467,7 +472,7 @@ def test_a_connection_stays_on_the_replica_it_was_opened_on() -> None:
 
 SOURCE = """
 import ingress as serve
-from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+from fastapi import FastAPI, HTTPException, WebSocket, WebSocketDisconnect
 
 api = FastAPI()
 
