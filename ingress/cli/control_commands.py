@@ -23,7 +23,7 @@ from ingress.cli.cluster_commands import AddressOption
 from ingress.cli.control_socket import ANSWER_S, CommandError, RunningServer, running_servers
 from ingress.cli.run_server import read_settings
 from ingress.cli.server_commands import MOST_LOOK_S
-from ingress.cli.target import MOST_WAIT_S, AsJSON, finite, refusal, refusing
+from ingress.cli.target import AsJSON, finite, refusal, refusing
 from ingress.cli.terminal import console, print_json, tamed, write
 from ingress.observe.live.observer import DeploymentProgress
 from ingress.observe.timeline.chrome import check_writable
@@ -50,7 +50,6 @@ Timeout = Annotated[
         "--timeout",
         metavar="SECONDS",
         min=0.1,
-        max=MOST_WAIT_S,
         callback=finite,
         help="With --wait: give up after this.",
     ),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 
 import typer
 
-from ingress.cli.target import MOST_WAIT_S, AppDir, FileOrTarget, finite
+from ingress.cli.target import AppDir, FileOrTarget, finite
 
 
 class LogLevelName(StrEnum):
@@ -304,7 +304,6 @@ class RunOptions:
         _option(
             _LIMITS,
             min=0,
-            max=MOST_WAIT_S,
             callback=finite,
             metavar="SECS",
             help="Time to take requests after SIGTERM, while /-/readyz fails.  [default: 0]",

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +38,7 @@ AppDir = Annotated[
 ]
 
 
-MOST_WAIT_S = 86_400.0  # that an option may ask for
+_MOST = 1e9  # of an option: in seconds 30 years, more than a timer takes
 _ONE_LINE = ConsoleDimensions(10_000, 25)
 
 
@@ -72,9 +71,9 @@ def note_json(given: bool) -> bool:
 
 
 def finite(number: float | None) -> float | None:
-    """Refuse a `nan` and an infinite number of an option, which pass a range."""
-    if number is not None and not isfinite(number):
-        raise typer.BadParameter(f"{number} is not a finite number")
+    """Refuse the numbers of an option that no one means, which pass a range: `nan`, or huge."""
+    if number is not None and not number <= _MOST:
+        raise typer.BadParameter(f"{number} is not a number of at most {_MOST:,.0f}")
     return number
 
 

@@ -1,4 +1,4 @@
-"""What the threads of a running server do in some seconds: a recording, or a profile.
+"""Recordings and profiles: the work of a running server's threads in some seconds.
 
 A recording is for https://ui.perfetto.dev. It has the calls that end meanwhile with their exact
 times, and samples of each thread: a run that is shorter than the pause between two samples may be
