@@ -325,13 +325,18 @@ def change(deployment: str, **options: Any) -> list[Any]:
 
 
 def settle(timeout_s: float = PATIENCE_S) -> None:
-    """Wait until the application "default" has the replicas that it should have."""
+    """Wait until the application "default" has the replicas that it should have.
 
-    def is_settled() -> bool:
+    Raises `TimeoutError` if it has not by then.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
         application = local_engine().application_snapshots()["default"]
-        return all(each.is_settled for each in application.deployments.values())
-
-    wait_until(is_settled, timeout_s)
+        if all(each.is_settled for each in application.deployments.values()):
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.002)
 
 
 class _Keeping(logging.Handler):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import socketserver
 import stat
@@ -36,6 +37,7 @@ if sys.platform != "win32":
 
 _OTHERS_WRITE = 0o022
 _MOST_COMMAND = 200  # characters of a command line in a log record
+_SECRET = re.compile(r"(--[^=\0]*(?:token|password)[^=\0]*[=\0])[^\0]+")
 _CREDENTIALS = Struct("iII")  # Linux: process, user, group
 
 
@@ -90,22 +92,14 @@ def described_peer(other_end: socket.socket) -> str:
     with suppress(KeyError):
         name = getpwuid(user).pw_name
     with suppress(OSError):  # it has ended
-        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]
-        command = " ".join(_without_secrets([os.fsdecode(each) for each in words]))
+        command = shown_line(os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()))
         return f"{name}, process {process}: {command[:_MOST_COMMAND]}"
     return f"{name}, process {process}"
 
 
-def _without_secrets(words: list[str]) -> list[str]:
-    """Return the words of a command line; a token or a password is not for a log."""
-    shown = []
-    is_secret = False
-    for word in words:
-        name, _, value = word.partition("=")
-        hides = name.startswith("--") and any(each in name for each in ("token", "password"))
-        shown.append("***" if is_secret else f"{name}=***" if hides and value else word)
-        is_secret = hides and not value
-    return shown
+def shown_line(cmdline: str) -> str:
+    """Return the command line of a process; a token or a password is not for a log."""
+    return _SECRET.sub(r"\1***", cmdline).rstrip("\0").replace("\0", " ")
 
 
 def _peer_at(other_end: socket.socket) -> tuple[int, int] | None:

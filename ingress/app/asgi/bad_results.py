@@ -30,6 +30,7 @@ from starlette.types import Scope
 from ingress.app.asgi.compat import serialize_response
 from ingress.app.asgi.dependencies import target_of
 from ingress.app.asgi.methods import GENERATORS
+from ingress.core.base.foreign import advisory
 from ingress.core.execution.execution import code_of, kind, name_of
 from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import is_users, last_line
@@ -51,17 +52,16 @@ _OURS = {"by_encoder": "result", "by_field": "result", "_to_json": "value"}
 
 
 def explain(error: BaseException, func: Callable[..., object] | None) -> None:
-    """Add the sentence to an error, if it is about the result of user code. Never fails.
+    """Add the sentence to an error, if it is about the result of user code.
 
-    `func` is the user's function that answered the request, `None` if it is not known.
+    `func` is the user's function that answered the request, `None` if it is not known. Its failure,
+    of user code that the look at a value may call, is no other error of the request.
     """
-    try:
+    with advisory("the explanation of an error"):
         if isinstance(error, Exception) and (sentence := _sentence(error, func)):
             error.add_note(ExplainingNote(sentence))
         elif type(error) is TypeError and "'DeploymentResponse'" in str(error):
             error.add_note(_UNAWAITED)  # Python's text names the class, in a line of the user's
-    except Exception:  # of user code, which the look at a value may call
-        logger.debug("an error of %s is not explained", type(error).__name__, exc_info=True)
 
 
 def endpoint_of(scope: Scope) -> Callable[..., object] | None:

@@ -36,7 +36,6 @@ from ingress.app.asgi.route_index import FOUND, RouteIndex
 from ingress.app.asgi.routes import check_added
 from ingress.app.asgi.users_app import has_ended, serves
 from ingress.context import ReplicaRuntime
-from ingress.core.base.foreign import advisory
 from ingress.core.execution.execution import ExecutionPlan, Role, contain, contained
 from ingress.exceptions import RayServeException
 from ingress.telemetry.logs import logger
@@ -334,8 +333,7 @@ class ReplicaApp:
                     return await found.answer(scope, receive, send, self._in_layers)
             await self._in_layers(found, scope, receive, send)
         except BaseException as error:
-            with advisory("the explanation of an error"):
-                explain(error, endpoint_of(scope))
+            explain(error, endpoint_of(scope))
             contain(error, "the ASGI app")
             raise
 

@@ -52,12 +52,11 @@ from starlette.responses import (
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.asgi.compat import MIDDLEWARE_RESPONSE, waiting_for_threads
-from ingress.core.base.foreign import stored
+from ingress.core.base.foreign import attempt, stored
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.execution.errors import OTHER_LOOP, is_noted
 from ingress.core.execution.execution import ThreadPool, call_inline
 from ingress.exceptions import RayServeException, is_disconnect
-from ingress.telemetry.logs import logger
 
 _TEXT = b"text/plain; charset=utf-8"
 
@@ -299,11 +298,10 @@ def error_response(error: BaseException, *, of_app: bool = True) -> Response:
 
     An `HTTPException` of an app, which no handler of the app has answered, is an error like others.
     """
-    try:
-        return call_inline(lambda: _response_for(error, of_app=of_app))
-    except Exception:
-        logger.debug("%s cannot be read, for its response", type(error).__name__, exc_info=True)
-        return Response(b"Internal Server Error", 500)
+    return attempt(
+        lambda: call_inline(lambda: _response_for(error, of_app=of_app)),
+        lambda _: Response(b"Internal Server Error", 500),  # of the code of its class
+    )
 
 
 def _response_for(error: BaseException, *, of_app: bool) -> Response:
@@ -322,15 +320,11 @@ def _response_for(error: BaseException, *, of_app: bool) -> Response:
 
 def refusal_of(error: BaseException) -> str | None:
     """Return the reason to refuse a WebSocket; `None` for an error without its own status."""
-    try:
-        return call_inline(_refusal_of, error)
-    except Exception:
-        logger.debug("%s cannot be read, for its refusal", type(error).__name__, exc_info=True)
-        return None
 
+    def reason() -> str | None:
+        return None if getattr(error, "status_code", 500) == 500 else str(error)[:100]
 
-def _refusal_of(error: BaseException) -> str | None:
-    return None if getattr(error, "status_code", 500) == 500 else str(error)[:100]
+    return attempt(lambda: call_inline(reason), lambda _: None)  # of the code of its class
 
 
 def refusal(error: RayServeException) -> Response:

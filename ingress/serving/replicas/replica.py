@@ -107,9 +107,6 @@ class Replica:
         self.loop, self.context, self.user_code = host.loop, host.context, host.user_code
         self.slots = Admission(self, max_ongoing, host.have_computed)
 
-    def __repr__(self) -> str:
-        return f"Replica({self.replica_id}, {self.state.value}, ongoing={self.ongoing})"
-
     def make_current(self) -> None:
         REPLICA.set(self.context)
 
