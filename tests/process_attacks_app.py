@@ -20,6 +20,7 @@ from typing import Any
 from fastapi import FastAPI
 
 import ingress as serve
+from ingress.core.base.counters import Latency
 from ingress.core.calls.call import CURRENT_CALL
 from ingress.exceptions import UserCodeExit
 from ingress.serving.processes.messages import OF_CALLS, Frame
@@ -110,6 +111,9 @@ NEWS: dict[str, Attack] = {
         frame(Frame.REPORT, 0, pickle.dumps((({"m": 5}, *COUNTS[1:]), {}, [], []))), []
     ),
     "no-latency": lambda n: (frame(Frame.REPORT, 0, pickle.dumps((COUNTS, {"m": 5}, [], []))), []),
+    "other-buckets": lambda n: (
+        frame(Frame.REPORT, 0, pickle.dumps((COUNTS, {"m": Latency(buckets=[1])}, [], []))), []
+    ),
     "no-metric": lambda n: (
         frame(Frame.REPORT, 0, pickle.dumps((COUNTS, {}, ["metric"], []))), []
     ),

@@ -196,19 +196,22 @@ def is_stopped(pid: int) -> bool:
 
 
 def test_a_worker_that_stands_in_the_middle_of_a_message_holds_no_supervisor(folder: Path) -> None:
-    with run(folder, "hello", "--timeout-worker-healthcheck", "5") as server:
+    with run(folder, "hello", "--timeout-worker-healthcheck", "5", "--workers", "3") as server:
         server.wait_for("is ready at")
         workers = workers_of(server)
         with Connection(server.port) as client:
             client.request("/half")
             wait_until(lambda: any(map(is_stopped, workers)))
             [standing] = filter(is_stopped, workers)
-            [other] = set(workers) - {standing}
+            other, healthy = set(workers) - {standing}
             os.kill(other, signal.SIGKILL)
 
             server.wait_for(rf"worker {other} ended \(SIGKILL\); another one starts")
             server.wait_for(rf"worker {standing} does not answer; it is killed")
         server.wait_for(rf"worker {standing} ended \(SIGKILL\); another one starts")
+        wait_until(lambda: server.output.count(" is ready\n") == 2)
+        assert healthy in workers_of(server)
+        assert f"worker {healthy} " not in server.output
         server.signal()
         server.wait()
 

@@ -73,8 +73,9 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Jobs:
-    return Jobs(tmp_path)
+def jobs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Jobs]:
+    yield Jobs(tmp_path)
+    assert not [each for each in caplog.get_records("call") if "job store" in each.getMessage()]
 
 
 def test_a_job_takes_the_place_that_its_handler_says(jobs: Jobs) -> None:

@@ -237,8 +237,15 @@ async def never_lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
 
 
+@asynccontextmanager
+async def router_lifespan(app: FastAPI) -> AsyncIterator[None]:
+    never()
+    yield
+
+
 def test_nothing_of_the_users_is_made_called_or_started() -> None:
     app = FastAPI(lifespan=never_lifespan)
+    app.include_router(APIRouter(lifespan=router_lifespan))
     before = threading.enumerate()
 
     class Meta(type):
@@ -263,7 +270,7 @@ def test_nothing_of_the_users_is_made_called_or_started() -> None:
     rows = explain(bind(serve.deployment(serve.ingress(app)(K))), Settings()).rows
 
     assert [row.what for row in rows] == [
-        "constructor", "lifespan", "GET /", "stream", "dependency", "model loader",
+        "constructor", "lifespan", "lifespan", "GET /", "stream", "dependency", "model loader",
     ]  # fmt: skip
     assert threading.enumerate() == before
 

@@ -357,6 +357,7 @@ def test_slots_whose_calls_do_not_end_are_named_with_their_line_while_others_wai
         return observer.look()["applications"][0]["deployments"][0]
 
     wait_until(lambda: deployment()["held_s"] > 0.1)
+    assert observer.look()["applications"][0]["docs"] == "/docs"
     # Only those that hold the slots: a stream may take as long as it likes.
     assert (deployment()["state"], deployment()["held_s"] > 0.1) == ("HEALTHY", True)
     words = "all slots are held, no call has ended for 0 s"

@@ -155,7 +155,7 @@ class _Model(Node):
         self.error: Exception | None = None
         self.has_room = self.is_leaving = self.lets_pass = False
         self.behind = 0
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None]  # of the load
         self.waiting: list[tuple[Call, ...]] = []
         self.users: set[Call] = set()
         self.stuck: Set[Node] = NO_NODES
@@ -370,7 +370,6 @@ class _Cache:
             self.make_room()  # its requests may have ended, while other loads wait
 
     def _cancel(self, model: _Model) -> None:
-        assert model.task is not None
         model.leave()
         model.task.cancel()
         self._replica.publish()

@@ -594,6 +594,22 @@ def test_a_flag_that_rays_throughput_mode_sets_names_it(folder: Path) -> None:
     assert (shown.value, shown.origin, shown.detail) == (0, Origin.ENVIRONMENT, mode)
 
 
+def test_each_option_of_http_has_its_origin_but_the_location(folder: Path) -> None:
+    file = ConfigFile.read(folder / "serve.yaml", {})
+    from_code = HTTPOptions(request_timeout_s=3)
+
+    values = effective(file, [], from_code=from_code, command_line={"port": 1})
+
+    found = {each.where[1]: each for each in values if each.where[0] == "http_options"}
+    assert found.keys() == HTTPOptions.model_fields.keys() - {"location"}
+    origins = {name: found[name].origin for name in ("port", "request_timeout_s", "root_path")}
+    assert origins == {
+        "port": Origin.COMMAND_LINE,
+        "request_timeout_s": Origin.CODE,
+        "root_path": Origin.DEFAULT,
+    }
+
+
 def test_run_reads_what_build_writes_and_what_config_prints(folder: Path) -> None:
     built = run_ingress(folder, "build", "app:hello", "app:hello", "-o", "built.yaml")
     assert built.returncode == 0, built.stderr

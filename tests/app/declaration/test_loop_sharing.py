@@ -331,6 +331,11 @@ NOT_REACHED = {
         "        self.calls += 1\n        return answer, Stock()\n"
         "stock = Stock()" + CLASS.format("await stock.ask()")
     ),
+    "kept in what a global's method makes": (
+        "class Ticket: pass\nclass Stock:\n    def ask(self):\n        ticket = Ticket()\n"
+        "        ticket.done = asyncio.Event()\n        return ticket\n"
+        "stock = Stock()" + CLASS.format("stock.ask()")
+    ),
     "a sync client": "client = httpx.Client()" + CLASS.format("client"),
     "a thread's lock": "import threading\nlock = threading.Lock()" + CLASS.format("lock"),
 }

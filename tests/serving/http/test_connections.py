@@ -367,6 +367,9 @@ def test_serve_run_takes_the_limits_of_its_options() -> None:
             assert get(port, "/").status == 503
             other.send(HEAD + b"X: " + b"x" * 1000)
             assert other.answer().status == 431
+            with Connection(port) as many:
+                many.send(HEAD + b"X: in all 1000\r\n" * 90 + b"\r\n")
+                assert many.answer().status == 431
             assert one.answer().status == 408
     finally:
         serve.shutdown()

@@ -44,6 +44,7 @@ def test_news_that_cannot_be_read_are_told_once_and_change_nothing(
 
     status = serve.status().applications["target"]
     assert status.deployments["Target"].status == "HEALTHY"
+    assert [each.stall_ms for each in status.deployments["Target"].replicas] == [{}]
     assert asked(target, "pid") == pid
     errors = [each for each in caplog.records if each.levelno >= logging.ERROR]
     assert all("a report of its process cannot be read" in each.getMessage() for each in errors)

@@ -344,11 +344,12 @@ def test_a_call_that_is_not_awaited_makes_no_cycle(ring: DeploymentHandle) -> No
 # HTTP.
 
 
-def test_requests_are_served_by_the_children(url: str) -> None:
+def test_requests_are_served_by_the_children(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with httpx.Client(base_url=url) as client:
         found = {client.get("/pid").json() for _ in range(40)}
 
     assert found == set(pids("Api", "api"))
+    assert [each for each in caplog.records if each.levelno > logging.INFO] == []
 
 
 def test_a_request_has_its_context_and_a_def_endpoint_its_thread(url: str) -> None:
