@@ -267,6 +267,7 @@ CASES: list[tuple[int, Mistake, Any, list[str]]] = [
     (37, lambda: deploy().deploy(), AttributeError, ["serve.run(Name.bind(...)) starts it"]),
     (37, lambda: deploy().get_handle(), AttributeError, ["returns its handle"]),
     (37, lambda: getattr(serve, OLDER), AttributeError, ["get_deployment_handle("]),
+    (37, lambda: serve.delete(cast(Any, ["a"])), TypeError, ["name of one application", "['a']"]),
     (38, lambda: deploy().bind().bind(), AttributeError, ["it is bound already"]),
     (38, lambda: deploy().bind().remote(1), AttributeError, ["handle = serve.run(app)"]),
     (39, lambda: running()(1), TypeError, ["'Model'", "not callable", "handle.remote(...)"]),
