@@ -39,6 +39,10 @@ AppDir = Annotated[
 ]
 
 
+NOTEBOOK = (
+    "a notebook, which is not read; name a .py file that `jupyter nbconvert --to script` makes of "
+    "it"
+)
 MOST_WAIT_S = 86_400.0  # that an option may ask for
 _ONE_LINE = ConsoleDimensions(10_000, 25)
 
