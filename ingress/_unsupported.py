@@ -2,8 +2,10 @@
 
     NAMES        serve.xyz, and serve.module of a module of Ray Serve
     MEMBERS      attributes of objects that the API returns, and names in its modules
+    OLDER        names of earlier versions
     PARAMETERS   keywords of functions and methods; for options see `elsewhere` in `config`
-    MISPLACED    names of other objects or functions than the one at hand; not names of Ray Serve
+    MISPLACED    names of other objects or functions than the one at hand, or of earlier versions;
+                 not names of Ray Serve 2.60
 
 docs/compatibility.md lists the same sentences. Tests check that the lists are complete and that
 every sentence reaches the user.
@@ -56,6 +58,21 @@ NAMES: Mapping[str, str] = {
     "dag": "bind deployments to each other: Main.bind(Child.bind())",
     "utils": "there is nothing public in it; see serve.__all__",
 }
+
+OLDER: Mapping[str, str] = {
+    "RayServeHandle": "use DeploymentHandle; its remote() returns a DeploymentResponse",
+    "RayServeSyncHandle": "use DeploymentHandle, and response.result() in a thread",
+    "RayServeDeploymentHandle": "use DeploymentHandle",
+    "DAGDriver": "bind deployments to each other, and give routes with @serve.ingress(FastAPI())",
+    "DAGHandle": "use DeploymentHandle",
+    "InputNode": "bind deployments to each other: Main.bind(Child.bind())",
+    "json_request": "call await request.json(), or declare the body of a FastAPI route",
+    "get_deployment": "serve.get_deployment_handle(deployment_name, app_name)",
+    "list_deployments": "serve.status() lists applications and deployments",
+    "build": "the command `ingress build module:app` writes the file",
+    "SERVE_LOGGER_NAME": 'write "ray.serve": ingress configures the logger of that name too',
+}
+"""Names of earlier versions of Ray Serve, in any of its modules."""
 
 MEMBERS: Mapping[str, Mapping[str, str]] = {
     "Deployment": {
@@ -172,10 +189,20 @@ MISPLACED: Mapping[str, Mapping[str, str]] = {
     },
     "Deployment": {
         "remote": "it does not run yet; handle = serve.run(Name.bind()), then handle.remote(...)",
+        "delete": "serve.delete(name) ends its application",
+        "deploy": "serve.run(Name.bind(...)) starts it",
+        "get_handle": "serve.run(Name.bind(...)) returns its handle, and so does "
+        "serve.get_deployment_handle(deployment_name, app_name)",
+        "url": "the URL is that of the server, with the route_prefix of serve.run",
     },
+    "DeploymentResponse": dict.fromkeys(
+        ("_to_object_ref", "_to_object_ref_sync"),
+        "pass the response itself to the next handle, or await it",
+    ),
+    "handle.options": {"use_new_handle_api": "it has been removed; leave it out"},
     "serve.run": dict.fromkeys(("host", "port", "http_options"), HTTP_BEFORE),
 }
-"""Attributes that another object has, and keywords of another function, with advice."""
+"""Attributes that another object has or had, and keywords of another function, with advice."""
 
 MEANT: Mapping[str, Mapping[str, str]] = {
     "handle.options": {"method": "method_name"},
@@ -239,7 +266,7 @@ def _advice_on(module: str) -> Mapping[str, str]:
     package, _, name = module.partition(".")
     if package != "ingress":
         return {}
-    return MEMBERS.get(name, {}) if name else NAMES
+    return {**OLDER, **(MEMBERS.get(name, {}) if name else NAMES)}
 
 
 def absent_member(owner: object, name: str) -> AttributeError:

@@ -179,6 +179,8 @@ def serving_until_signal(hang_up: Callable[[], None] | None = None) -> Iterator[
 
 def delete(name: str) -> None:
     """Drain and stop an application, or abort its start. No effect if there is none."""
+    if not isinstance(name, str):
+        raise TypeError(f"serve.delete() takes the name of one application, got {name!r}")
     current_engine().delete(name)
 
 

@@ -8,6 +8,7 @@ those that one process cannot fulfil.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 import sys
@@ -294,6 +295,13 @@ class HTTPOptions(Options):
         return replace(otherwise, **{name: getattr(self, name) for name in given})
 
 
+ACTOR_OPTIONS = (
+    *("accelerator_type", "fallback_strategy", "label_selector", "memory", "num_cpus"),
+    *("num_gpus", "resources", "runtime_env"),
+)
+"""The names that `ray_actor_options` may have: Ray 2.60.0, `_private/config.py`."""
+
+
 class DeploymentConfig(Options):
     """The options of one deployment, without its name. Each says what Ray makes of it."""
 
@@ -358,6 +366,8 @@ class DeploymentConfig(Options):
         for name in ("num_replicas", "ray_actor_options"):
             if options.get(name, ...) is None:
                 del options[name]
+        if isinstance(actor := options.get("ray_actor_options"), dict):
+            options["ray_actor_options"] = {k: v for k, v in actor.items() if v is not None}
         return options
 
     @model_validator(mode="after")
@@ -367,6 +377,30 @@ class DeploymentConfig(Options):
             raise ValueError(
                 "Manually setting num_replicas is not allowed when autoscaling_config is "
                 f"provided, got num_replicas={self.num_replicas}; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _actor_options_are_those_of_ray(self) -> Self:
+        for name in self.ray_actor_options:
+            if name not in ACTOR_OPTIONS:
+                nearest = difflib.get_close_matches(str(name), ACTOR_OPTIONS, n=1)
+                others = nearest[0] if nearest else f"one of {', '.join(ACTOR_OPTIONS)}"
+                raise ValueError(
+                    f"Specifying {name!r} in ray_actor_options is not allowed; leave it out, or "
+                    f"write {others}"
+                )
+        runtime_env = self.ray_actor_options.get("runtime_env", {})
+        variables = runtime_env.get("env_vars") if isinstance(runtime_env, dict) else None
+        if not isinstance(runtime_env, dict):
+            raise ValueError(
+                "ray_actor_options['runtime_env'] must be a valid dictionary, got "
+                f"{runtime_env!r}; leave it out for none"
+            )
+        if not isinstance(variables, dict | None):
+            raise ValueError(
+                "ray_actor_options['runtime_env']['env_vars'] must be a valid dictionary, got "
+                f"{variables!r}; leave it out for none"
             )
         return self
 
@@ -436,9 +470,7 @@ class DeploymentConfig(Options):
     @property
     def env_vars(self) -> dict[str, str]:
         """The environment variables of a replica with a process of its own."""
-        runtime_env = self.ray_actor_options.get("runtime_env") or {}
-        found = runtime_env.get("env_vars") if isinstance(runtime_env, dict) else None
-        return dict(found or {})
+        return dict(self.ray_actor_options.get("runtime_env", {}).get("env_vars") or {})
 
     @property
     def autoscaling(self) -> AutoscalingConfig | None:

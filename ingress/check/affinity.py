@@ -56,6 +56,11 @@ _OF_PROCESS = {
     *("os.umask", "os.unsetenv", "locale.setlocale", "random.seed", "socket.setdefaulttimeout"),
     *("numpy.random.seed", "torch.cuda.set_device", "torch.manual_seed", "torch.set_num_threads"),
     *("torch.set_default_device", "torch.set_default_dtype", "tensorflow.random.set_seed"),
+    *("torch.cuda.manual_seed", "torch.cuda.manual_seed_all", "torch.set_num_interop_threads"),
+    *("torch.cuda.set_per_process_memory_fraction", "torch.use_deterministic_algorithms"),
+    *("torch.distributed.init_process_group", "multiprocessing.set_start_method"),
+    *("transformers.set_seed", "tensorflow.keras.utils.set_random_seed", "dotenv.load_dotenv"),
+    *("resource.setrlimit", "sys.setrecursionlimit", "gc.disable", "time.tzset"),
 }
 
 

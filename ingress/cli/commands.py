@@ -30,6 +30,7 @@ from ingress.cli.migrate_command import migrate as migrate_command
 from ingress.cli.run_command import run
 from ingress.cli.run_server import budget_for, read_settings, start_again_if_needed
 from ingress.cli.target import (
+    NOTEBOOK,
     AppDir,
     AsJSON,
     FileOrTarget,
@@ -277,6 +278,8 @@ def _check(target: str, migrate: bool, app_dir: Path) -> Report:
     app_dir = app_dir.absolute()  # a file may have another folder
     try:
         is_file = is_config_file(target)
+        if target.lower().endswith(".ipynb"):
+            raise CheckError(f"{target!r} is {NOTEBOOK}")
         if ":" not in target and (path := app_dir / target).exists() and not is_file:
             report = check_files([path], read_settings(), migrate=migrate)
         elif target.endswith(".py"):

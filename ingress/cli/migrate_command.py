@@ -12,11 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from ingress.app.declaration.names import shown
-from ingress.cli.target import AsJSON, refusal
+from ingress.cli.target import NOTEBOOK, AsJSON, refusal
 from ingress.migrate import files
 from ingress.migrate.rewriting import ManualFix, rewritten
-
-_NOTEBOOK = "name a .py file that `jupyter nbconvert --to script` makes of it, and copy its changes"
 
 
 @dataclass(slots=True)
@@ -73,7 +71,7 @@ def migrate(
 def _migrated(path: Path, shared: Collection[str], *, write: bool) -> _Result:
     name = shown(path)
     if path.suffix.lower() == ".ipynb":
-        return _Result(name, failure=f"it is a notebook, which is not read; {_NOTEBOOK}")
+        return _Result(name, failure=f"it is {NOTEBOOK}, and copy its changes")
     try:
         source = files.read(path)
         new = rewritten(source.text, shared)

@@ -38,6 +38,10 @@ AppDir = Annotated[
 ]
 
 
+NOTEBOOK = (
+    "a notebook, which is not read; name a .py file that `jupyter nbconvert --to script` makes of "
+    "it"
+)
 _MOST = 1e9  # of an option: in seconds 30 years, more than a timer takes
 _ONE_LINE = ConsoleDimensions(10_000, 25)
 

@@ -86,20 +86,6 @@ A_STRING = "write the path of ingress into this text"
 
 PRIVATE = "it is Ray's own; use the public names of ingress"
 
-OLDER: Mapping[str, str] = {
-    "RayServeHandle": "use DeploymentHandle; its remote() returns a DeploymentResponse",
-    "RayServeSyncHandle": "use DeploymentHandle, and response.result() in a thread",
-    "RayServeDeploymentHandle": "use DeploymentHandle",
-    "DAGDriver": "bind deployments to each other, and give routes with @serve.ingress(FastAPI())",
-    "DAGHandle": "use DeploymentHandle",
-    "InputNode": "bind deployments to each other: Main.bind(Child.bind())",
-    "json_request": "call await request.json(), or declare the body of a FastAPI route",
-    "get_deployment": "serve.get_deployment_handle(deployment_name, app_name)",
-    "list_deployments": "serve.status() lists applications and deployments",
-    "build": "the command `ingress build module:app` writes the file",
-    "SERVE_LOGGER_NAME": 'write "ray.serve": ingress configures the logger of that name too',
-}
-
 RUNTIME_ENV: Mapping[str, str] = {
     "pip": _ENVIRONMENT,
     "uv": _ENVIRONMENT,
@@ -173,7 +159,7 @@ def remedy(path: Sequence[str]) -> str:
     first, last = path[0], path[-1]
     known = (
         _unsupported.MEMBERS.get(first, {}).get(last)
-        or OLDER.get(last)
+        or _unsupported.OLDER.get(last)
         or _unsupported.NAMES.get(last)
         or _unsupported.NAMES.get(first)
     )
@@ -271,7 +257,8 @@ def _of_deployment(node: ast.Call, *, is_whole: bool) -> Iterator[Found]:
         elif name in DeploymentConfig.elsewhere:
             fix = DeploymentConfig.elsewhere[name].removesuffix(".")
         elif not is_whole:
-            fix = _unsupported.PARAMETERS["handle.options"].get(name, "")
+            of_handles = _unsupported.PARAMETERS["handle.options"]
+            fix = of_handles.get(name) or _unsupported.MISPLACED["handle.options"].get(name, "")
         elif name and name not in takes:
             fix = "it is no option of a deployment; docs/reference.md lists all"
         if fix:

@@ -16,12 +16,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from ingress._unsupported import MISPLACED
 from ingress.migrate import advice
 from ingress.migrate.bindings import NEWLINE, Bindings, Scope, chain, hidden_uses
 
 _DOTTED = re.compile(r"\w+\s*\.\s*serve")
 _UNUSED = re.compile(r"#.*\b(F401|unused-import)\b")
 _ABOUT_MODULES = {"import_module", "__import__", "importorskip", "patch", "setattr"}
+_OF_DEPLOYMENTS = {"deploy", "get_handle"}  # in earlier versions
 _RAYS_PATH = re.compile(r"ray\.serve(\.\w+)*")
 _WIDTH = 88
 _SERVE = "ray.serve -> ingress"
@@ -284,6 +286,9 @@ class _Rewriter:
                 self._tell_all(advice.in_runtime_env(keyword.value))
         last = chain(node.func)
         name = (last[1][-1].attr if last[1] else last[0].id) if last else ""
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if self.bindings.has_serve and method in _OF_DEPLOYMENTS:
+            self._tell(node, f".{method}", f"of a deployment: {MISPLACED['Deployment'][method]}")
         for each in node.args[:1] if name in _ABOUT_MODULES else []:
             value = each.value if isinstance(each, ast.Constant) else None
             if isinstance(value, str) and _RAYS_PATH.fullmatch(value):

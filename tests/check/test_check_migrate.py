@@ -19,7 +19,9 @@ from tests.checking import (
 )
 
 HEAD = """
-import asyncio, decimal, functools, os, random, sqlite3, threading, time
+import asyncio, decimal, functools, os, random, sqlite3, sys, threading, time
+try: import torch
+except ImportError: ...
 try: from selenium import webdriver
 except ImportError: ...
 from fastapi import Depends, FastAPI
@@ -350,6 +352,10 @@ CASES = {
         """,
     "environment-read": "def __init__(self): self.port = os.environ['PORT']",
     "seed": "def __init__(self): random.seed(1)  #: IG107",
+    "limit": "def __init__(self): sys.setrecursionlimit(9)  #: IG107",
+    "process-group": """
+        def __init__(self): torch.distributed.init_process_group('gloo')  #: IG107
+        """,
     "precision": """
         def __init__(self): decimal.getcontext().prec = 50  #: IG106
         def f(self): return decimal.Decimal(1) / 3

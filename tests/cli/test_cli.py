@@ -408,6 +408,14 @@ def test_a_file_that_cannot_be_parsed_is_not_without_findings(folder: Path) -> N
     assert (result.exit_code, "Python cannot parse broken.py" in result.stderr) == (2, True)
 
 
+def test_a_notebook_is_not_without_findings(folder: Path) -> None:
+    (folder / "notebook.ipynb").write_text('{"cells": []}')  # an expression of Python
+    result = invoke(folder, "check", "notebook.ipynb")
+
+    assert "'notebook.ipynb' is a notebook, which is not read; name a .py file" in result.stderr
+    assert result.exit_code == 2
+
+
 def test_openapi_of_a_plain_deployment_is_one_line(folder: Path) -> None:
     assert "'Plain' has no OpenAPI schema" in told(invoke(folder, "openapi", "app:plain"))
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby
 
-from ingress._unsupported import NAMES
-from ingress.migrate.advice import OLDER
+from ingress._unsupported import NAMES, OLDER
 from tests.engines.audit import audit
 from tests.engines.scenarios.examples import NO_APPLICATIONS
 from tests.engines.suite import FEATURES, Scenario, scenarios

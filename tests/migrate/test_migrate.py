@@ -119,6 +119,15 @@ LEFT = {
     "wait": ("from ray import wait\nwait([])", 2, "ray.wait", "asyncio.wait"),
     "init": ("import ray\nray.init()", 2, "ray.init", "remove it"),
     "shutdown": ("import ray\nray.shutdown()", 2, "ray.shutdown", "serve.shutdown()"),
+    "deploy": (
+        "from ray import serve\nA.options(name='a').deploy(1)",
+        *(2, ".deploy", "serve.run(Name.bind(...)) starts it"),
+    ),
+    "get-handle": ("from ray import serve\nA.get_handle()", 2, ".get_handle", "returns its handle"),
+    "old-option-of-a-handle": (
+        "from ray import serve\nh.options(use_new_handle_api=True)",
+        *(2, "use_new_handle_api", "it has been removed"),
+    ),
     "init-with-variables": (
         "import ray.serve\nray.init(runtime_env={'env_vars': {}})\nray.serve.run(1)",
         *(2, "ray.init", "starts everything in this process; and `import ray`"),

@@ -18,9 +18,8 @@ import pytest
 import ingress
 import ingress as serve
 from ingress import config, context, handle, schema
-from ingress._unsupported import MEMBERS, NAMES, PARAMETERS
+from ingress._unsupported import MEMBERS, NAMES, OLDER, PARAMETERS
 from ingress.config import DeploymentConfig, HTTPOptions
-from ingress.migrate.advice import OLDER
 from tests.engines.audit import PRIVATE_OF_RAY, audit, undecided
 from tests.engines.audit import main as print_audit
 from tests.engines.page import PAGE, page

@@ -418,8 +418,11 @@ def _causes(error: BaseException, where: Where) -> Iterator[tuple[Where, str]]:
         elif each["type"] == "missing":
             yield inside, f"{written(inside)} is missing; it is required"
         else:
-            expected = each["msg"].replace("Input should be", "must be")
-            yield inside, f"{written(inside)} {expected}, got {_shown(each['input'])}"
+            expected, _, _ = each["msg"].partition(" or instance of ")  # a class of ingress
+            expected = expected.replace("Input should be", "must be")
+            is_bare = each["type"] == "string_type" and not isinstance(each["input"], dict | list)
+            fix = "; put it in quotes" if is_bare and each["input"] is not None else ""
+            yield inside, f"{written(inside)} {expected}, got {_shown(each['input'])}{fix}"
 
 
 def _path_of(where: Where) -> str:

@@ -34,6 +34,10 @@ _TEXT = "tag:yaml.org,2002:str"
 _TOO_DEEP = f"nested more than {DEEPEST} levels deep"
 _SERVICE = "RayService"
 _CONFIG = "serveConfigV2"
+_INSTEAD = {
+    "Kustomization": "give its output: kubectl kustomize FOLDER > FILE",
+    "List": f"put the {_SERVICE} among its items into a file of its own",
+}
 _TEMPLATE = re.compile(r"\{\{.{1,40}?\}\}")  # bounded: a file may have a million braces
 _COLLECTIONS = (None, "!", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
@@ -150,10 +154,9 @@ def _config_of(top: FileValue, text: str, name: str) -> FileValue:
     """Return the top of the YAML text in a RayService, with its places in the whole file."""
     kind = top.value["kind"]
     if kind.value != _SERVICE:
-        raise _mistake(
-            f"{name}:{kind.place}: kind: {str(kind.plain())[:40]!r} has no applications; give a "
-            f"{_SERVICE}, or the file of Ray's `serve deploy`"
-        )
+        known = str(kind.plain())[:40]
+        fix = _INSTEAD.get(known, f"give a {_SERVICE}, or the file of Ray's `serve deploy`")
+        raise _mistake(f"{name}:{kind.place}: kind: {known!r} has no applications; {fix}")
     spec = top.value.get("spec", top)
     found = spec.value.get(_CONFIG) if isinstance(spec.value, dict) else None
     if found is None or not isinstance(found.value, str) or not found.value.strip():

@@ -299,6 +299,8 @@ def test_a_ray_service_is_its_serve_config(tmp_path: Path) -> None:
 
 NO_FILE: dict[str, tuple[str, str]] = {
     "another kind": ("kind: RayCluster", ":1:7: kind: 'RayCluster' has no applications; give a"),
+    "a list of kubectl": ("kind: List", "the RayService among its items into a file of its own"),
+    "a kustomization": ("kind: Kustomization", "give its output: kubectl kustomize FOLDER > FILE"),
     "without a config": ("kind: RayService\nspec: {a: 1}", ":2:7: a RayService needs spec.serve"),
     "a mapping": (
         "kind: RayService\nspec: {serveConfigV2: {applications: []}}",
@@ -323,6 +325,14 @@ def test_what_is_no_file_says_which_one_to_give(tmp_path: Path, text: str, expec
 
 
 ELSEWHERE: dict[str, tuple[str, str]] = {
+    "a word of YAML": (
+        "applications: [{name: no, import_path: 'main:app'}]",
+        ":1:23: applications[0].name must be a valid string, got False; put it in quotes",
+    ),
+    "a deployment by its name": (
+        "applications: [{import_path: 'main:app', deployments: [Model]}]",
+        "deployments[0] must be a valid dictionary, got 'Model'",
+    ),
     "a builder of Ray": (
         "applications: [{import_path: 'ray.serve.llm:build_openai_app'}]",
         "is Ray's own, and only `serve deploy` runs it; write a deployment that calls the model",

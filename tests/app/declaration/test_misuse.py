@@ -53,6 +53,9 @@ async def function(request: Request) -> str:
     return "answered"
 
 
+OLDER = "get_deployment"
+
+
 def deploy(**options: Any) -> Any:
     return serve.deployment(**options)(Model)
 
@@ -261,6 +264,10 @@ CASES: list[tuple[int, Mistake, Any, list[str]]] = [
     (36, busy_port, RuntimeError, ["Failed to bind to address", "127.0.0.1"]),
     (36, bad_host, RuntimeError, ["host must be an address of this machine", "256.0.0.1"]),
     (37, lambda: deploy().remote(1), AttributeError, ["serve.run(Name.bind())"]),
+    (37, lambda: deploy().deploy(), AttributeError, ["serve.run(Name.bind(...)) starts it"]),
+    (37, lambda: deploy().get_handle(), AttributeError, ["returns its handle"]),
+    (37, lambda: getattr(serve, OLDER), AttributeError, ["get_deployment_handle("]),
+    (37, lambda: serve.delete(cast(Any, ["a"])), TypeError, ["name of one application", "['a']"]),
     (38, lambda: deploy().bind().bind(), AttributeError, ["it is bound already"]),
     (38, lambda: deploy().bind().remote(1), AttributeError, ["handle = serve.run(app)"]),
     (39, lambda: running()(1), TypeError, ["'Model'", "not callable", "handle.remote(...)"]),

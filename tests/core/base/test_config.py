@@ -206,6 +206,19 @@ def test_user_config_is_recorded_as_it_was() -> None:
         ({"ray_actor_options": {"num_cpus": math.inf}}, "must be a number ≥ 0, got inf"),
         ({"ray_actor_options": [1]}, "ray_actor_options must be a valid dictionary, got [1]"),
         (
+            {"ray_actor_options": {"num_gpu": 1}},
+            "'num_gpu' in ray_actor_options is not allowed; leave it out, or write num_gpus",
+        ),
+        (
+            {"ray_actor_options": {"max_restarts": 1}},
+            "leave it out, or write one of accelerator_type",
+        ),
+        ({"ray_actor_options": {"runtime_env": "x"}}, "['runtime_env'] must be a valid dictionary"),
+        (
+            {"ray_actor_options": {"runtime_env": {"env_vars": ["A=1"]}}},
+            "['env_vars'] must be a valid dictionary, got ['A=1']",
+        ),
+        (
             {"fairness_config": {"weights": {"gold": 0}}},
             "weights must be a dict from fairness keys to their weights, such as {'gold': 4}; a we",
         ),
@@ -399,6 +412,14 @@ def test_what_has_no_effect_of_ray_actor_options_is_listed() -> None:
     )
 
     assert options_not_acted_on(config) == ["ray_actor_options={'num_gpus': 1, 'memory': 9}"]
+
+
+def test_a_null_of_ray_actor_options_is_its_default() -> None:
+    nothing = {"num_cpus": None, "num_gpus": None, "runtime_env": None}
+    config = DeploymentConfig(isolation="process", ray_actor_options=nothing)
+
+    assert (config.num_cpus, config.num_gpus, config.env_vars) == (1, 0, {})
+    assert options_not_acted_on(config) == []
 
 
 def test_the_options_not_acted_on_are_those_nothing_reads() -> None:
