@@ -201,7 +201,7 @@ class RunOptions:
         _option(
             _LOGS,
             help="Least level of the loggers `ingress` and `uvicorn`."
-            "  [default: info; uvicorn: warning]",
+            "  [default: info; of uvicorn itself: warning]",
         ),
     ] = None
     log_format: Annotated[

@@ -26,7 +26,7 @@ from ingress.observe.inspection import explain
 from ingress.observe.inspection.budget import ThreadBudget
 from ingress.schema import ServeStatus
 from ingress.telemetry.logs.formats import tame
-from ingress.telemetry.logs.options import AccessPrinter, Printer
+from ingress.telemetry.logs.options import AccessPrinter, Foreign, Printer
 
 OutputOption = Annotated[
     Path | None,
@@ -174,12 +174,18 @@ LOGGING: dict[str, Any] = {
         "default": {"()": Printer},
         "access": {"()": AccessPrinter},
     },
+    "filters": {"foreign": {"()": Foreign}},
     "loggers": {
         "ingress": {"handlers": ["default"], "level": "INFO", "propagate": False},
         "ingress.access": {"handlers": ["access"], "level": "INFO", "propagate": False},
         "ray.serve": {"handlers": ["default"], "level": "INFO", "propagate": False},
-        "uvicorn": {"handlers": ["default"], "level": "WARNING", "propagate": False},
-        "uvicorn.error": {"level": "WARNING"},
+        "uvicorn": {
+            "handlers": ["default"],
+            "filters": ["foreign"],
+            "level": "INFO",
+            "propagate": False,
+        },
+        "uvicorn.error": {"filters": ["foreign"], "level": "INFO"},
         "uvicorn.access": {"level": "WARNING"},  # `ingress.access` has the requests
     },
 }

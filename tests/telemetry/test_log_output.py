@@ -82,6 +82,7 @@ class Api:
     @app.websocket("/talk")
     async def talk(self, socket: WebSocket):
         await socket.accept()
+        logging.getLogger("uvicorn.error").info("said to uvicorn's logger")
         await socket.close(4000)
 
 hello = Api.bind()
@@ -215,6 +216,8 @@ def test_the_access_log_has_each_request_once_with_its_route_and_its_replica(fol
     assert (posted["route"], posted["status"]) == ("/body", 200)
     assert absent["request_id"]
     assert "/-/healthz" not in server.output
+    assert "INFO:     said to uvicorn's logger [Api#0 " in server.output
+    assert "connection open" not in server.output, "that is uvicorn's own"
     assert (talked["route"], talked["status"]) == ("/talk", 4000)
     assert gone["status"] == 499
     for each in (talked, gone):  # their lines are written when the rest of the request is over

@@ -7,6 +7,7 @@ Health checks and the other paths of the server itself, `/-/...`, have none.
     queue_ms                  the part of it in which the request waited for a slot of a replica
     request_id, client, application, deployment, replica
 
+A filter of uvicorn's access log holds for these records: it is given the one of uvicorn's form.
 While it is off, a request pays one look at `HTTPProxy.logs_requests`.
 """
 
@@ -16,6 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,6 +30,7 @@ from ingress.telemetry.logs.identity import printable
 from ingress.telemetry.logs.options import ACCESS, LOGS
 
 _logger = logging.getLogger(ACCESS)
+_uvicorns = logging.getLogger("uvicorn.access")
 _MESSAGE = "%s %s %s %.1fms"  # Ray 2.60.0, logging_utils.py
 SWITCHED = 101
 DENIED = 403  # the answer of servers to a WebSocket that is closed before it is accepted
@@ -116,6 +119,8 @@ class AccessLine:
             self.call = self.scope = self.templates = None
         if not LOGS.logs_access(application, deployment) or not _logger.isEnabledFor(logging.INFO):
             return
+        if _uvicorns.filters and self._is_filtered_out():
+            return
         latency_ms = (now - self._began) * 1e3
         method = self._outer.get("method", "WS")
         path = "" if route else printable(self._outer["path"])
@@ -146,6 +151,24 @@ class AccessLine:
             _logger.handle(record)
         except Exception:  # of a filter of the user's: the log is no part of the answer
             logger.warning("a filter or handler of '%s' has failed", ACCESS, exc_info=True)
+
+    def _is_filtered_out(self) -> bool:
+        """Return whether a filter of uvicorn's access log, such as of health checks, refuses it."""
+        scope = self._outer
+        if scope["type"] != "http":
+            return False  # uvicorn writes no such record for a WebSocket
+        query = scope["query_string"].decode("latin-1")
+        path = quote(scope["path"]) + (query and f"?{query}")
+        status = self._status or CLIENT_LEFT
+        record = logging.LogRecord(
+            _uvicorns.name, logging.INFO, __file__, 0, '%s - "%s %s HTTP/%s" %d',
+            (_client_of(scope), scope["method"], path, scope["http_version"], status), None,
+        )  # fmt: skip
+        try:
+            return not _uvicorns.filter(record)
+        except Exception:
+            logger.warning("a filter of '%s' has failed", _uvicorns.name, exc_info=True)
+            return False
 
     def _route(self, call: Call) -> str:
         """Return the route, also of a request that no endpoint has seen; "" for none."""

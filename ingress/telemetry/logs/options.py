@@ -4,6 +4,7 @@
                config leaves out is the process's
     Printer    a handler: formats a record, and gives it to the sink of a standard stream
     select     a filter of `LOGGERS`: level, and file in `logs_dir`, of the record's deployment
+    Foreign    a filter of uvicorn's loggers: the records of user code, and uvicorn's warnings
 
 Under `ingress run`, `Printer`s print the records of these loggers, of uvicorn's, and of loggers
 without handlers. Elsewhere the program's own handlers do, except for deployments with an
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 from ingress.config import LoggingConfig
@@ -214,6 +216,25 @@ def select(record: logging.LogRecord) -> bool:
         return True
     _OWN.handle(record)
     return False
+
+
+class Foreign(logging.Filter):
+    """A filter that leaves out uvicorn's own records below WARNING, unless a level was given.
+
+    User code logs to uvicorn's loggers, too: they have a handler, which its own may not have.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING or "log_level" in LOGS.config.model_fields_set:
+            return True
+        return not record.pathname.startswith(_folders())
+
+
+@lru_cache(maxsize=1)
+def _folders() -> tuple[str, ...]:
+    """Return the folders of uvicorn, and of the library that logs its WebSockets for it."""
+    found = map(find_spec, ("uvicorn", "websockets"))
+    return tuple(os.path.join(os.path.dirname(str(each.origin)), "") for each in found if each)
 
 
 _IDENTITY = RequestFilter()

@@ -315,11 +315,12 @@ def test_nothing_is_left_of_a_client_that_leaves_with_several_requests_open(end:
         wait_until(lambda: not local_engine().http.proxy.in_flight.replies)
 
 
-def test_a_filter_of_the_access_log_that_fails_changes_no_answer() -> None:
+@pytest.mark.parametrize("name", ["ingress.access", "uvicorn.access"])
+def test_a_filter_of_the_access_log_that_fails_changes_no_answer(name: str) -> None:
     def fails(record: logging.LogRecord) -> bool:
         raise ValueError("of the filter")
 
-    logger = logging.getLogger("ingress.access")
+    logger = logging.getLogger(name)
     with serving("connection", logs=True) as port, records_of("ingress") as records:
         logger.addFilter(fails)
         try:
@@ -327,6 +328,30 @@ def test_a_filter_of_the_access_log_that_fails_changes_no_answer() -> None:
         finally:
             logger.removeFilter(fails)
     assert [each.levelname for each in records if each.exc_info] == ["WARNING"] * 2
+
+
+@pytest.mark.parametrize("driver", ["task", "connection"])
+def test_a_filter_of_uvicorns_access_log_holds_for_that_of_ingress(driver: str) -> None:
+    seen: list[object] = []
+
+    def leaves_out_probes(record: logging.LogRecord) -> bool:
+        assert isinstance(record.args, tuple)
+        seen.append(record.args[1:])
+        return record.args[2] != "/plain?probe" and "/a%20b" not in record.getMessage()
+
+    logger = logging.getLogger("uvicorn.access")
+    with serving(driver, logs=True) as port, records_of("ingress.access") as records:
+        logger.addFilter(leaves_out_probes)
+        try:
+            for path in ("/plain?probe", "/a%20b", "/plain"):
+                ask(port, [get(path)])
+            wait_until(lambda: len(seen) == 6)
+            steady(lambda: len(records))
+        finally:
+            logger.removeFilter(leaves_out_probes)
+
+    assert seen[:2] == [("GET", "/plain?probe", "1.1", 200), ("GET", "/plain?last", "1.1", 200)]
+    assert len(records) == 4, "three of the end of a connection, and one"
 
 
 def test_a_pipelined_request_has_the_variables_of_its_server() -> None:
