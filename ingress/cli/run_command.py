@@ -51,6 +51,7 @@ from ingress.core.base.settings import (
     listen_fds,
     log_encoding,
 )
+from ingress.core.base.signals import pass_on_handlers
 from ingress.core.base.standard_streams import make_lossy
 from ingress.core.calls.loops import loop_class
 from ingress.engines import local_engine
@@ -377,6 +378,7 @@ def _run_here(
     replaced: Replaced,
 ) -> None:
     local_engine().use(served.server)
+    pass_on_handlers()
     targets = load_targets(served)
     check_keep(options.keep or (), served, reload=options.reload)
     file = served.file

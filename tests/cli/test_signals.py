@@ -202,18 +202,19 @@ listens = Listens.bind()
 CHAINS = """
 import asyncio, signal, sys, threading
 from contextlib import asynccontextmanager
+from signal import getsignal, signal as register
 from fastapi import FastAPI
 import ingress as serve
 
 def chained(number, text):
-    before = signal.getsignal(number)
+    before = getsignal(number)
     loop = asyncio.get_running_loop()
     def handler(number, frame):
         assert asyncio.get_running_loop() is loop
         print(f"{text} {signal.Signals(number).name}\\n", end="", flush=True)
         if callable(before):
             before(number, frame)
-    assert signal.signal(number, handler) == before
+    assert register(number, handler) == before
     assert signal.getsignal(number) is handler
     return before
 
@@ -245,11 +246,19 @@ in_process = Chains.options(isolation="process").bind()
 """
 
 
+def is_handled(server: ServerProcess, number: signal.Signals) -> bool:
+    """Return whether the process has a handler, which the main thread takes once it has started."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def test_a_lifespan_chains_handlers_by_signal_signal(tmp_path: Path) -> None:
     write_module(tmp_path, "app", CHAINS)
     with process([*INGRESS, "run", "--port", "0", "app:chains"], tmp_path,
                  environment(tmp_path)) as server:  # fmt: skip
         server.wait_for("is ready")
+        wait_until(partial(is_handled, server, signal.SIGUSR2))
         for number in (signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM):
             server.signal(number)
             server.wait_for(f"first {number.name}\n")
@@ -280,6 +289,7 @@ def test_handlers_of_a_replicas_loop_run_there_before_the_stop(tmp_path: Path, l
     with process([*INGRESS, "run", "--port", "0", "--loop", loop, "app:listens"], tmp_path,
                  environment(tmp_path)) as server:  # fmt: skip
         server.wait_for("is ready")
+        wait_until(partial(is_handled, server, signal.SIGUSR2))
         for number, text in ((signal.SIGUSR2, "user"), (signal.SIGTERM, "stop")):
             server.signal(number)
             for replica in range(2):

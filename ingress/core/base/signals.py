@@ -67,6 +67,7 @@ class StopSignals:
         default_factory=dict
     )
     handlers: dict[tuple[int, object], Any] = field(default_factory=dict)  # of `_signal`
+    _functions: Any = None  # those that a module had before
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and handles_signals():
@@ -77,7 +78,7 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._on_signal)
             self._own = frozenset(numbers)
             IN_USE.append(self)
-            signal.signal, signal.getsignal = OURS
+            self._functions = pass_on_handlers()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,8 +86,7 @@ class StopSignals:
             signal.signal(number, handler)
         if self in IN_USE:
             IN_USE.remove(self)
-        if not IN_USE:
-            signal.signal, signal.getsignal = PYTHONS
+            signal.signal, signal.getsignal = self._functions
 
     def call(self, number: int, owner: object, function: Callable[[], object] | None) -> bool:
         """Have a signal call `function` in the main thread, once the start is over. Thread-safe.
@@ -186,6 +186,16 @@ def _signal(number: int, handler: Any) -> Any:
 
 
 OURS: Any = _signal, _getsignal
+
+
+def pass_on_handlers() -> Any:
+    """Have `signal.signal` work in replicas' threads, and return Python's, or ours.
+
+    A command calls it before it imports a module that may say `from signal import signal`.
+    """
+    before = signal.signal, signal.getsignal
+    signal.signal, signal.getsignal = OURS
+    return before
 
 
 def stop_signals() -> list[signal.Signals]:
