@@ -36,6 +36,193 @@ class Family(NamedTuple):
     of: Callable[[Any], float | Latency] | None = None
 
 
+OF_PARTS = (
+    Family(
+        "ray_serve_num_router_requests_total",
+        COUNTER,
+        DEPLOYMENT,
+        "Calls that the router of a deployment accepted.",
+        lambda each: each.requests,
+    ),
+    Family(
+        "ray_serve_deployment_queued_queries",
+        GAUGE,
+        DEPLOYMENT,
+        "Calls that wait for a slot.",
+        lambda each: each.queued,
+    ),
+    Family(
+        "ray_serve_num_ongoing_requests_at_replicas",
+        GAUGE,
+        DEPLOYMENT,
+        "Calls that have a slot of a replica.",
+        lambda each: each.ongoing,
+    ),
+    Family(
+        "ray_serve_deployment_request_counter_total",
+        COUNTER,
+        ROUTE,
+        "Calls that a replica has served without an error.",
+        lambda each: each.count - each.errors - each.cancelled,
+    ),
+    Family(
+        "ray_serve_deployment_processing_latency_ms",
+        HISTOGRAM,
+        ROUTE,
+        "Time that a call took on its replica, in ms.",
+        lambda each: each,
+    ),
+    Family(
+        "ray_serve_replica_processing_queries",
+        GAUGE,
+        REPLICA,
+        "Calls that have a slot of the replica.",
+        lambda each: each.ongoing,
+    ),
+    Family(
+        "ray_serve_batches_processed_total",
+        COUNTER,
+        BATCH,
+        "Batches of a @serve.batch function that were run.",
+        lambda each: each.batches,
+    ),
+    Family(
+        "ray_serve_batch_wait_time_ms",
+        HISTOGRAM,
+        BATCH,
+        "Time from the first call of a batch until the batch begins, in ms.",
+        lambda each: each.wait,
+    ),
+    Family(
+        "ray_serve_batch_execution_time_ms",
+        HISTOGRAM,
+        BATCH,
+        "Time that a batch took, in ms.",
+        lambda each: each.execution,
+    ),
+    Family(
+        "ray_serve_autoscaling_target_replicas",
+        GAUGE,
+        DEPLOYMENT,
+        "Replicas that the deployment should have.",
+        lambda each: each.target_replicas,
+    ),
+    Family(
+        "ingress_requests_rejected_total",
+        COUNTER,
+        DEPLOYMENT,
+        "Calls that were refused: the queue was full, or they could not be answered in time.",
+        lambda each: each.rejected,
+    ),
+    Family(
+        "ingress_requests_shed_total",
+        COUNTER,
+        DEPLOYMENT,
+        "Calls that waited, and were refused because they could not be answered in time any more.",
+        lambda each: each.shed,
+    ),
+    Family(
+        "ingress_request_retries_total",
+        COUNTER,
+        DEPLOYMENT,
+        "Calls that were sent to another replica.",
+        lambda each: each.retries,
+    ),
+    Family(
+        "ingress_requests_cancelled_total",
+        COUNTER,
+        ROUTE,
+        "Calls on a replica that their callers have cancelled, or whose clients have left.",
+        lambda each: each.cancelled,
+    ),
+    Family(
+        "ingress_requests_expired_total",
+        COUNTER,
+        DEPLOYMENT,
+        "Calls whose deadline passed.",
+        lambda each: each.expired,
+    ),
+    Family(
+        "ingress_replica_losses_total",
+        COUNTER,
+        DEPLOYMENT,
+        "Replicas that ended by themselves, such as a process that was killed, and were replaced.",
+        lambda each: each.losses,
+    ),
+    Family(
+        "ingress_replica_failed_starts_total",
+        COUNTER,
+        DEPLOYMENT,
+        "Starts of replicas that failed.",
+        lambda each: each.failed_starts,
+    ),
+    Family(
+        "ingress_deployment_held_seconds",
+        GAUGE,
+        DEPLOYMENT,
+        "Seconds for which all slots have been held and no call has ended; 0 if a slot is free.",
+        lambda each: each.held_s,
+    ),
+    Family(
+        "ingress_replica_slots",
+        GAUGE,
+        REPLICA,
+        "Slots: max_ongoing_requests.",
+        lambda each: each.max_ongoing,
+    ),
+    Family(
+        "ingress_replica_orphans",
+        GAUGE,
+        REPLICA,
+        "Calls that hold a slot although they have been answered: their code does not end.",
+        lambda each: each.orphans,
+    ),
+    Family(
+        "ingress_batched_calls_total",
+        COUNTER,
+        BATCH,
+        "Calls in the batches that were run.",
+        lambda each: each.calls,
+    ),
+    Family(
+        "ingress_process_resident_memory_bytes",
+        GAUGE,
+        PROCESS,
+        "Resident memory of a process: server, supervisor, worker-1, or server/default/Model#0.",
+        lambda each: each.rss_bytes,
+    ),
+    Family(
+        "ingress_process_cpu_seconds_total",
+        COUNTER,
+        PROCESS,
+        "CPU time of a process.",
+        lambda each: each.cpu_s,
+    ),
+    Family(
+        "ingress_process_threads",
+        GAUGE,
+        PROCESS,
+        "Threads of a process.",
+        lambda each: each.threads,
+    ),
+    Family(
+        "ingress_gil_wait_seconds_total",
+        COUNTER,
+        PROCESS,
+        "Seconds by which the watchdog woke late, as other threads held the GIL; 0 while it is "
+        "off.",
+        lambda each: each.gil_wait_s,
+    ),
+    Family(
+        "ingress_processor_wait_seconds_total",
+        COUNTER,
+        PROCESS,
+        "Seconds for which the watchdog was ready to run and had no processor; 0 if not on Linux.",
+        lambda each: each.processor_wait_s,
+    ),
+)
+"""The metrics that a part of a snapshot has a value of. `exposition` makes those that follow."""
+
 HTTP_REQUESTS = Family("ray_serve_num_http_requests_total", COUNTER, HTTP, "HTTP requests.")
 HTTP_ERRORS = Family(
     "ray_serve_num_http_error_requests_total",
@@ -55,59 +242,17 @@ HTTP_LATENCY = Family(
     HTTP,
     "Time from the head of a request to the end of its response, in ms.",
 )
-ROUTER_REQUESTS = Family(
-    "ray_serve_num_router_requests_total",
-    COUNTER,
-    DEPLOYMENT,
-    "Calls that the router of a deployment accepted.",
-    lambda each: each.requests,
-)
-QUEUED = Family(
-    "ray_serve_deployment_queued_queries",
-    GAUGE,
-    DEPLOYMENT,
-    "Calls that wait for a slot.",
-    lambda each: each.queued,
-)
 QUEUED_BY_KEY = Family(
     "ingress_queued_by_key",
     GAUGE,
     (*DEPLOYMENT, "key"),
     "Calls that wait for a slot, by their fairness key; those of most keys are one, other.",
 )
-AT_REPLICAS = Family(
-    "ray_serve_num_ongoing_requests_at_replicas",
-    GAUGE,
-    DEPLOYMENT,
-    "Calls that have a slot of a replica.",
-    lambda each: each.ongoing,
-)
-DEPLOYMENT_REQUESTS = Family(
-    "ray_serve_deployment_request_counter_total",
-    COUNTER,
-    ROUTE,
-    "Calls that a replica has served without an error.",
-    lambda each: each.count - each.errors - each.cancelled,
-)
 DEPLOYMENT_ERRORS = Family(
     "ray_serve_deployment_error_counter_total",
     COUNTER,
     (*ROUTE, "exception_type"),
     "Calls that raised an exception, or whose deadline passed.",
-)
-PROCESSING_LATENCY = Family(
-    "ray_serve_deployment_processing_latency_ms",
-    HISTOGRAM,
-    ROUTE,
-    "Time that a call took on its replica, in ms.",
-    lambda each: each,
-)
-PROCESSING = Family(
-    "ray_serve_replica_processing_queries",
-    GAUGE,
-    REPLICA,
-    "Calls that have a slot of the replica.",
-    lambda each: each.ongoing,
 )
 STARTS = Family(
     "ray_serve_deployment_replica_starts_total",
@@ -120,27 +265,6 @@ HEALTHY = Family(
     GAUGE,
     REPLICA,
     "1 if the replica is healthy, 0 if it is not.",
-)
-BATCHES = Family(
-    "ray_serve_batches_processed_total",
-    COUNTER,
-    BATCH,
-    "Batches of a @serve.batch function that were run.",
-    lambda each: each.batches,
-)
-BATCH_WAIT = Family(
-    "ray_serve_batch_wait_time_ms",
-    HISTOGRAM,
-    BATCH,
-    "Time from the first call of a batch until the batch begins, in ms.",
-    lambda each: each.wait,
-)
-BATCH_EXECUTION = Family(
-    "ray_serve_batch_execution_time_ms",
-    HISTOGRAM,
-    BATCH,
-    "Time that a batch took, in ms.",
-    lambda each: each.execution,
 )
 BATCH_SIZE = Family(
     "ray_serve_actual_batch_size",
@@ -211,83 +335,6 @@ DEPLOYMENT_STATUS = Family(
     DEPLOYMENT,
     "1 DEPLOY_FAILED, 2 UNHEALTHY, 3 UPDATING, 4 UPSCALING, 5 DOWNSCALING, 6 HEALTHY.",
 )
-TARGET_REPLICAS = Family(
-    "ray_serve_autoscaling_target_replicas",
-    GAUGE,
-    DEPLOYMENT,
-    "Replicas that the deployment should have.",
-    lambda each: each.target_replicas,
-)
-REJECTED = Family(
-    "ingress_requests_rejected_total",
-    COUNTER,
-    DEPLOYMENT,
-    "Calls that were refused: the queue was full, or they could not be answered in time.",
-    lambda each: each.rejected,
-)
-SHED = Family(
-    "ingress_requests_shed_total",
-    COUNTER,
-    DEPLOYMENT,
-    "Calls that waited, and were refused because they could not be answered in time any more.",
-    lambda each: each.shed,
-)
-RETRIES = Family(
-    "ingress_request_retries_total",
-    COUNTER,
-    DEPLOYMENT,
-    "Calls that were sent to another replica.",
-    lambda each: each.retries,
-)
-CANCELLED = Family(
-    "ingress_requests_cancelled_total",
-    COUNTER,
-    ROUTE,
-    "Calls on a replica that their callers have cancelled, or whose clients have left.",
-    lambda each: each.cancelled,
-)
-EXPIRED = Family(
-    "ingress_requests_expired_total",
-    COUNTER,
-    DEPLOYMENT,
-    "Calls whose deadline passed.",
-    lambda each: each.expired,
-)
-LOSSES = Family(
-    "ingress_replica_losses_total",
-    COUNTER,
-    DEPLOYMENT,
-    "Replicas that ended by themselves, such as a process that was killed, and were replaced.",
-    lambda each: each.losses,
-)
-FAILED_STARTS = Family(
-    "ingress_replica_failed_starts_total",
-    COUNTER,
-    DEPLOYMENT,
-    "Starts of replicas that failed.",
-    lambda each: each.failed_starts,
-)
-HELD = Family(
-    "ingress_deployment_held_seconds",
-    GAUGE,
-    DEPLOYMENT,
-    "Seconds for which all slots have been held and no call has ended; 0 if a slot is free.",
-    lambda each: each.held_s,
-)
-SLOTS = Family(
-    "ingress_replica_slots",
-    GAUGE,
-    REPLICA,
-    "Slots: max_ongoing_requests.",
-    lambda each: each.max_ongoing,
-)
-ORPHANS = Family(
-    "ingress_replica_orphans",
-    GAUGE,
-    REPLICA,
-    "Calls that hold a slot although they have been answered: their code does not end.",
-    lambda each: each.orphans,
-)
 STALLS = Family(
     "ingress_loop_stall_seconds",
     HISTOGRAM,
@@ -307,13 +354,6 @@ LANE_CALLS = Family(
     'Calls of a lane: "ongoing" in its threads, or "queued".',
 )
 LANE_LIMIT = Family("ingress_lane_threads", GAUGE, (*REPLICA, "lane"), "Threads of a lane.")
-BATCHED_CALLS = Family(
-    "ingress_batched_calls_total",
-    COUNTER,
-    BATCH,
-    "Calls in the batches that were run.",
-    lambda each: each.calls,
-)
 CHOSEN_SIZE = Family(
     "ingress_batch_chosen_size",
     GAUGE,
@@ -325,41 +365,6 @@ CHOSEN_WAIT = Family(
     GAUGE,
     BATCH,
     "Longest wait for one more call that it had chosen, in seconds.",
-)
-MEMORY = Family(
-    "ingress_process_resident_memory_bytes",
-    GAUGE,
-    PROCESS,
-    "Resident memory of a process: server, supervisor, worker-1, or server/default/Model#0.",
-    lambda each: each.rss_bytes,
-)
-CPU = Family(
-    "ingress_process_cpu_seconds_total",
-    COUNTER,
-    PROCESS,
-    "CPU time of a process.",
-    lambda each: each.cpu_s,
-)
-THREADS = Family(
-    "ingress_process_threads",
-    GAUGE,
-    PROCESS,
-    "Threads of a process.",
-    lambda each: each.threads,
-)
-GIL_WAIT = Family(
-    "ingress_gil_wait_seconds_total",
-    COUNTER,
-    PROCESS,
-    "Seconds by which the watchdog woke late, as other threads held the GIL; 0 while it is off.",
-    lambda each: each.gil_wait_s,
-)
-PROCESSOR_WAIT = Family(
-    "ingress_processor_wait_seconds_total",
-    COUNTER,
-    PROCESS,
-    "Seconds for which the watchdog was ready to run and had no processor; 0 if not on Linux.",
-    lambda each: each.processor_wait_s,
 )
 WORKERS = Family(
     "ingress_workers", GAUGE, ("state",), 'Processes that serve: "ready", or "silent".'
@@ -384,10 +389,10 @@ JOBS_ENDED = Family(
     "Attempts at jobs that have ended: done, dead, unreadable, cancelled, or waiting again.",
 )
 
-FAMILIES = tuple(each for each in list(globals().values()) if isinstance(each, Family))
+FAMILIES = (*OF_PARTS, *(each for each in list(globals().values()) if isinstance(each, Family)))
 
 _BY_LABELS: dict[tuple[str, ...], list[tuple[Family, Callable[[Any], Any]]]] = defaultdict(list)
-for _each in FAMILIES:
+for _each in OF_PARTS:
     if _each.of is not None:
         _BY_LABELS[_each.labels].append((_each, _each.of))
 
