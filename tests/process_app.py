@@ -223,6 +223,7 @@ narrow = Model.options(max_ongoing_requests=1, graceful_shutdown_timeout_s=0).bi
 class Broken:
     def __init__(self, how: str) -> None:
         if how == "exit":
+            logging.getLogger("mine").error("a record\nof two lines")
             print("the last words", file=sys.stderr, flush=True)
             os._exit(5)
         if how == "unfinished":

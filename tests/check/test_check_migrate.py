@@ -199,6 +199,7 @@ CASES = {
     "cache-returned": """
         def f(self, k):
             if k in self.d:
+                print(k)
                 return self.d[k]
             self.d[k] = 1  #: IG102
         """,

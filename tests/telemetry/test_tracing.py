@@ -17,11 +17,14 @@ import ingress as serve
 from ingress.telemetry.logs.formats import JSONFormatter, TextFormatter
 from ingress.core.calls.tracing import TRACING
 
-names, ended = [], []
+names, ended, events = [], [], []
 
 class Span(trace.NonRecordingSpan):
     def is_recording(self):
         return True
+
+    def add_event(self, name, attributes=None, timestamp=None):
+        events.append([self.name, name, attributes["ingress.stall_reason"]])
 
     def end(self, end_time=None):
         ended.append(self.name)
@@ -64,6 +67,9 @@ class Outer:
     def name(self):
         return getattr(trace.get_current_span(), "name", None)
 
+    async def stall(self):
+        time.sleep(0.3)
+
 how = sys.argv[1]
 if how == "code":
     serve.start({"host": None}, tracing=True)
@@ -76,8 +82,11 @@ while TRACING.tracer is None and time.monotonic() < until:
     time.sleep(0.01)
 names.clear(), ended.clear()
 found += [handle.remote().result(), names, ended]
+if how == "logs":
+    handle.stall.remote().result()
+    found += [kept, events]
 serve.shutdown()
-print(json.dumps([*found, kept] if how == "logs" else found))
+print(json.dumps(found))
 """
 
 
@@ -92,13 +101,14 @@ def test_a_tracer_provider_alone_makes_no_spans_of_handle_calls() -> None:
     assert printed("off") == [None, [], None, [], []]
 
 
-def test_log_records_have_the_ids_of_their_trace_and_span() -> None:
-    *_, names, _, (trace_id, span_id, text) = printed("logs", INGRESS_TRACING="1")
+def test_log_records_and_stalls_are_of_their_trace_and_span() -> None:
+    *_, names, _, (trace_id, span_id, text), events = printed("logs", INGRESS_TRACING="1")
 
     span = next(n for n, (name, _) in enumerate(names, 1) if name == "Inner.__call__")
     assert (trace_id, span_id) == (f"{1:032x}", f"{span:016x}")
     assert text.startswith("WARNING:  here [Inner#0 ")
     assert text.endswith(f" trace {trace_id} span {span_id}]")
+    assert events == [["Outer.stall", "stall", "blocked"]]
 
 
 @pytest.mark.parametrize(

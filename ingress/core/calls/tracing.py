@@ -218,7 +218,8 @@ def trace_load(model_id: str) -> AbstractContextManager[object]:
 
 def note_stall(file: str, line: int, reason: str) -> None:
     """Add an event to the span of the running code, which blocks its event loop."""
-    if TRACING.tracer is not None and (span := current_span()).is_recording():
+    span = current_span()
+    if span.is_recording():
         place = {"code.filepath": file, "code.lineno": line}
         span.add_event("stall", {**place, "ingress.stall_reason": reason})
 

@@ -353,7 +353,7 @@ def test_classes_of_a_notebook_cross_in_arguments_results_and_errors(tmp_path: P
     ("how", "told"),
     [
         ("broken", r"'Broken' failed to start: .*OddError: it is broken"),
-        ("exit", r"ended with exit code 5[^$]*the last words"),
+        ("exit", r"exit code 5[^$]*ERROR:mine:a record\nof two lines\nthe last words"),
         ("unfinished", r"exit code 5[^$]*the last line\nand no line break"),
     ],
 )

@@ -37,6 +37,11 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def sockets(pid: int) -> set[str]:
+    folder = Path(f"/proc/{pid}/fd")
+    return {name for each in folder.iterdir() if (name := os.readlink(each)).startswith("socket:")}
+
+
 def model(**actor: Any) -> Any:
     return Model.options(num_replicas=2, ray_actor_options=actor).bind(3)
 
@@ -52,6 +57,7 @@ def test_children_are_forked_from_one_process_also_the_replacement_of_a_killed_o
     assert len(before) == 2
     assert len(parents) == 1
     assert os.getpid() not in parents
+    assert not sockets(*parents) & {found for each in before for found in sockets(each)}
     assert handle.remote(14).result() == 42
     assert handle.variable.remote("CUDA_VISIBLE_DEVICES").result() in ("4", "7")
     assert handle.variable.remote("OMP_NUM_THREADS").result() == "3"
