@@ -508,7 +508,12 @@ class DeploymentHandle(Generic[T_co]):
             if methods is None or name in methods:
                 return self.options(method_name=name)
             raise UnknownMethodError(absent_method(self._id.name, name, [*methods]))
-        raise AttributeError(f"'DeploymentHandle' object has no attribute '{name}'")
+        way = (
+            f"; a method of this name is called by handle.options(method_name={name!r}).remote(...)"
+        )
+        raise AttributeError(
+            f"'DeploymentHandle' object has no attribute '{name}'{'' if name[:2] == '__' else way}"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         method = self._options.method_name

@@ -353,9 +353,16 @@ class SyncDelHalf(AsyncHalf):
         self.gone.append(self.part)
 
 
+class SyncHalf(Half):
+    def __del__(self) -> None:  # type: ignore[override]
+        self.gone.append(self.part)
+
+
 # Ray 2.60.0, replica.py, `call_destructor`: the instance is there before its `__init__` runs.
 @FEW_FLAGS
-@pytest.mark.parametrize("half", [Half, AsyncHalf, SyncDelHalf], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "half", [Half, AsyncHalf, SyncDelHalf, SyncHalf], ids=lambda each: each.__name__
+)
 def test_the_del_of_an_instance_runs_once_if_its_constructor_fails(
     half: type[Half], flags: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

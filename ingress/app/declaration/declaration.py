@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, Unpack, overload
 
@@ -55,7 +55,7 @@ class ApplicationHost(Protocol):
         """Start the application on entry and stop it on exit."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Deployment(Generic[T_co]):
     """A class or function with deployment options; `.bind(...)` makes an `Application` of it."""
 
@@ -100,6 +100,26 @@ class Deployment(Generic[T_co]):
             with suppress(AttributeError):
                 return getattr(self.func_or_class, name)
         raise absent_member(self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute of the class, as `__getattr__` reads it: `Api.count += 1`."""
+        if name in Deployment.__slots__ and not hasattr(self, name):  # it is being made
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._class_with(name), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._class_with(name), name)
+
+    def _class_with(self, name: str) -> type:
+        """Return the class, whose attribute of this name may be changed."""
+        is_own = hasattr(Deployment, name) or name in DeploymentConfig.model_fields
+        if is_own or not inspect.isclass(self.func_or_class):
+            raise FrozenInstanceError(
+                f"cannot assign to {name!r} of deployment {self.name!r}; an option is changed by "
+                f"{self.name}.options(...), which returns another deployment"
+            )
+        return self.func_or_class
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

@@ -106,19 +106,14 @@ class UserCode:
             return
         init = self._make_plan(cls.__init__, Role.LIFECYCLE)
         made_by_type = type(cls).__call__ is type.__call__ and "__new__" not in _attributes(cls)
-        if init.kind is Kind.COROUTINE or (made_by_type and self._has_async_del(cls)):
+        if init.kind is Kind.COROUTINE or (made_by_type and hasattr(cls, "__del__")):
             # Kept before it is complete, as on Ray: `stop` runs its `__del__` also if the
-            # constructor fails or is cancelled. The garbage collector awaits none.
+            # constructor fails or is cancelled. The garbage collector awaits none, and runs none
+            # while the error is kept, whose traceback has the instance.
             self._instance = cls.__new__(cls)
             await init.run(self._instance, *args, **kwargs)
         else:
             self._instance = await self._make_plan(cls, Role.LIFECYCLE).run(*args, **kwargs)
-
-    def _has_async_del(self, cls: type) -> bool:
-        delete = getattr(cls, "__del__", None)
-        if delete is None:
-            return False
-        return self._make_plan(delete, Role.LIFECYCLE).kind is Kind.COROUTINE
 
     def takes_rank(self) -> bool:
         """Return whether `reconfigure` has a parameter `rank`: then it is always called.

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 
 from ingress.app.declaration.declaration import Application, Deployment, deployment
+from ingress.testing import TestClient
 
 
 class Model:
@@ -60,6 +61,23 @@ def test_the_name_of_a_class_has_its_attributes_and_the_options() -> None:
         _ = Limited.LIMITS  # type: ignore[attr-defined]
 
 
+@deployment
+class Counting:
+    calls = 0
+
+    async def __call__(self) -> int:
+        Counting.calls += 1
+        return Counting.calls
+
+
+def test_a_class_counts_under_its_name_as_without_the_decorator() -> None:
+    with TestClient(Counting.bind()) as client:
+        assert [client.get("/").json(), client.get("/").json()] == [1, 2]
+    assert (Counting.calls, vars(Counting.func_or_class)["calls"]) == (2, 2)
+    del Counting.calls
+    assert not hasattr(Counting.func_or_class, "calls")
+
+
 def test_an_option_in_the_wrong_place_is_told_its_place() -> None:
     for name in ("max_ongoing_requests", "max_queued_requests", "health_check_period_s"):
         with pytest.raises(TypeError, match=f"{name}'; it is an option of the deployment, beside"):
@@ -93,7 +111,12 @@ def test_a_declaration_cannot_be_changed() -> None:
     application = deployment(Model).bind("p", device="cpu")
 
     with pytest.raises(dataclasses.FrozenInstanceError):
-        application.deployment.name = "other"  # type: ignore[misc]
+        application.deployment.name = "other"
+    for name in ("num_replicas", "bind"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=r"by Model\.options\(\.\.\.\)"):
+            setattr(application.deployment, name, 2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        echo.limit = 3
     with pytest.raises(dataclasses.FrozenInstanceError):
         application.init_args = ()  # type: ignore[misc]
 

@@ -260,6 +260,7 @@ CASES: list[tuple[int, Mistake, Any, list[str]]] = [
     (30, lambda: result(running().items.remote()), TypeError, ["stream=True"]),
     (30, lambda: [*running().options(stream=True).remote(None)], TypeError, ["stream"]),
     (31, lambda: running().itemz.remote(), AttributeError, ["itemz", "items"]),
+    (31, lambda: running()._items.remote(), AttributeError, ["options(method_name='_items')"]),
     (32, serve.get_replica_context, RayServeException, ["may only be called from within"]),
     (36, busy_port, RuntimeError, ["Failed to bind to address", "127.0.0.1"]),
     (36, bad_host, RuntimeError, ["host must be an address of this machine", "256.0.0.1"]),
