@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from itertools import chain
@@ -56,9 +55,7 @@ class BoundRoutes:
 
     __slots__ = (
         "_cls",
-        "_custom_schema",
         "_declared",
-        "_lock",
         "_next",
         "_parts",
         "_router",
@@ -78,8 +75,6 @@ class BoundRoutes:
         self.infos: list[RouteInfo] = []
         self._cls = cls
         self._declared = declared
-        self._custom_schema: dict[str, Any] | None = None
-        self._lock = threading.RLock()
         self._router: Any = None
         self.routers: list[Router] = []
         self.seen: list[list[BaseRoute]] = []
@@ -167,7 +162,7 @@ class BoundRoutes:
             clone.openapi_schema = None
             clone.router.routes = _with_own_docs(clone)
             if "openapi" in vars(self.app):
-                clone.openapi = self._custom_openapi
+                clone.openapi = vars(self.app)["openapi"]  # which finds the clone as its app
         clone.router.routes = RouteList([*clone.router.routes, *added])
 
     def parts(self) -> list[Part]:
@@ -185,14 +180,6 @@ class BoundRoutes:
         with showing(clone):
             schema: dict[str, Any] = clone.openapi()
         return schema
-
-    def _custom_openapi(self) -> dict[str, Any]:
-        """Call the user's `app.openapi = custom`, once for all replicas."""
-        with self._lock:
-            if self._custom_schema is None:
-                with showing(self.clone()):
-                    self._custom_schema = vars(self.app)["openapi"]()
-            return self._custom_schema
 
 
 async def answer_unavailable(connection: Request | WebSocket, error: Exception) -> Response | None:
