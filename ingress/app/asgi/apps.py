@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from itertools import chain
@@ -54,9 +53,7 @@ class BoundRoutes:
 
     __slots__ = (
         "_cls",
-        "_custom_schema",
         "_declared",
-        "_lock",
         "_next",
         "_parts",
         "_router",
@@ -76,8 +73,6 @@ class BoundRoutes:
         self.infos: list[RouteInfo] = []
         self._cls = cls
         self._declared = declared
-        self._custom_schema: dict[str, Any] | None = None
-        self._lock = threading.RLock()
         self._router: Any = None
         self.routers: list[Router] = []
         self.seen: list[list[BaseRoute]] = []
@@ -164,7 +159,7 @@ class BoundRoutes:
             clone.webhooks = self._webhooks
             clone.openapi_schema = None
             if "openapi" in vars(self.app):
-                clone.openapi = self._custom_openapi
+                clone.openapi = vars(self.app)["openapi"]  # which finds the clone as its app
         clone.router.routes = RouteList([*clone.router.routes, *added])
 
     def parts(self) -> list[Part]:
@@ -182,14 +177,6 @@ class BoundRoutes:
         with showing(clone):
             schema: dict[str, Any] = clone.openapi()
         return schema
-
-    def _custom_openapi(self) -> dict[str, Any]:
-        """Call the user's `app.openapi = custom`, once for all replicas."""
-        with self._lock:
-            if self._custom_schema is None:
-                with showing(self.clone()):
-                    self._custom_schema = vars(self.app)["openapi"]()
-            return self._custom_schema
 
 
 async def answer_unavailable(connection: Request | WebSocket, error: Exception) -> Response | None:

@@ -110,7 +110,7 @@ def test_replicas_that_first_serve_at_the_same_time_give_one_schema() -> None:
 
     assert len(fastapis) == 1
     assert customs == fastapis
-    assert len(calls) == 1
+    assert len(calls) == REPLICAS
 
 
 def test_deployments_that_share_an_app_are_built_and_described_at_the_same_time() -> None:
