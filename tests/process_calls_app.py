@@ -111,8 +111,18 @@ async def two_receivers(scope: Scope, receive: Receive, send: Send) -> None:
     ENDED.append(scope["type"])
 
 
+async def reads_and_waits(scope: Scope, receive: Receive, send: Send) -> None:
+    """Read the body, and wait for the disconnect; "/two/ended" tells of both."""
+    while (await receive()).get("more_body"):
+        pass
+    ENDED.append("the body")
+    assert (await receive())["type"] == "http.disconnect"
+    ENDED.append("the client")
+
+
 mounted = FastAPI()
 mounted.mount("/raw", awaits_the_end)
+mounted.mount("/reads", reads_and_waits)
 mounted.mount("/two", two_receivers)
 
 

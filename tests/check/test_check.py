@@ -280,6 +280,21 @@ def run(folder: Path, *arguments: str) -> Any:
     return invoke(folder, "check", *arguments)
 
 
+def test_a_module_beside_that_of_the_application_is_followed(tmp_path: Path) -> None:
+    write_module(tmp_path, "beside", "import time\n\ndef wait():\n    time.sleep(1)\n")
+    write_module(
+        tmp_path,
+        "app",
+        "import ingress as serve\nfrom beside import wait\n@serve.deployment\nclass A:\n"
+        "    async def __call__(self): wait()\na = A.bind()\n",
+    )
+
+    result = run(tmp_path, "app:a")
+
+    assert "beside.py:4" in result.output
+    assert result.exit_code == 1
+
+
 def test_a_module_that_cannot_be_imported_shows_why_and_ends_with_2(tmp_path: Path) -> None:
     write_module(tmp_path, "app", "raise ValueError('at import')\n")
 

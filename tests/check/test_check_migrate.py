@@ -392,6 +392,16 @@ def test_the_flag_as_it_is_makes_no_difference(tmp_path: Path, flag: bool) -> No
     assert found(report) == expected(program)
 
 
+def test_a_function_is_named_with_the_one_that_calls_it(tmp_path: Path) -> None:
+    body = "def f(self):\n    self.n += 1\n    self._g()\ndef _g(self): self.m += 1"
+
+    report = checked_as_file(tmp_path, in_class(HEAD, body), Settings(), migrate=True)
+
+    own, called = (each.message for each in report.findings)
+    assert " in A.f, which runs in threads" in own
+    assert " in A._g, called by A.f, which runs in threads" in called
+
+
 ONE_AT_A_TIME = """
     def f(self): self.n += 1
     def g(self): SEEN['a'] += 1  #: IG101

@@ -102,6 +102,7 @@ def test_a_target_that_no_batch_meets_is_said_and_nothing_starves() -> None:
     chooser = taught(0.1, 0.01)
     assert 2 <= chooser.size <= 11  # half of the time is that of the calls
     assert "even one call takes longer than the target" in chooser.chosen(1).reason
+    assert SizeChooser(0.05, 1000).chosen(1).reason == "no batch has run yet"
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0, 10))), st.integers(1, 500))

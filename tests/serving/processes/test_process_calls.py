@@ -34,6 +34,7 @@ from tests.process_app import pids
 from tests.process_calls_app import LINE, Bomb, Exit, in_isolation, limit_descriptors
 from tests.servers import (
     PATIENCE_S,
+    Connection,
     forking,
     result,
     served,
@@ -165,6 +166,19 @@ def test_a_task_that_waits_for_the_disconnect_hears_of_it_once_the_response_is_c
             assert client.get(f"http://127.0.0.1:{port}/raw/{path}").text == "ok"
 
         wait_until(lambda: router.num_ongoing == 0)
+
+
+def test_code_that_has_read_a_large_body_hears_of_the_disconnect() -> None:
+    port = served(in_isolation("Mounted", "process"))
+
+    def ended() -> str:
+        return httpx.get(f"http://127.0.0.1:{port}/two/ended").text
+
+    with Connection(port) as client:
+        client.send(b"POST /reads/x HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n")
+        client.send(bytes(3_000_000))
+        wait_until(lambda: ended() == "1")
+    wait_until(lambda: ended() == "2")
 
 
 # Arguments and results that do harm where they arrive.

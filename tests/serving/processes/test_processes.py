@@ -385,8 +385,10 @@ def test_a_deadline_answers_408_and_stops_the_work(url: str) -> None:
     wait_until(lambda: router.num_ongoing == 0)
 
 
-def test_an_error_in_an_endpoint_is_500(url: str) -> None:
+def test_an_error_in_an_endpoint_is_500(url: str, caplog: pytest.LogCaptureFixture) -> None:
     assert httpx.get(f"{url}/odd").status_code == 500
+    (record,) = caplog.records
+    assert vars(record)["route"] == "/odd"
 
 
 def test_a_websocket_crosses_both_ways(url: str) -> None:
