@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import tempfile
 import tokenize
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -29,15 +30,64 @@ class FileText:
     encoding: str
 
     def write(self, text: str) -> None:
-        """Write the file in place: owner, mode and hard links stay. Raises `OSError`."""
-        self.path.write_bytes(text.encode(self.encoding))
+        """Write the file in place: owner, mode and hard links stay. Raises `OSError`.
+
+        A copy beside it has the old text meanwhile. It stays if that cannot be written back.
+        """
+        old, new = self.text.encode(self.encoding), text.encode(self.encoding)
+        if _decoded(new) != (text, self.encoding):
+            raise OSError(None, "a comment would become its encoding; move that comment")
+        path = self.path.resolve()
+        with path.open("r+b", buffering=0) as file:
+            if file.read() != old:
+                raise OSError(None, "it has changed meanwhile; run this command again")
+            copy = _copied(path, old)
+            try:
+                _overwrite(file, new)
+            except BaseException as error:
+                try:
+                    _overwrite(file, old)
+                except OSError:
+                    raise OSError(None, f"{error}; its old text is in {copy}") from error
+                os.unlink(copy)
+                raise
+            os.unlink(copy)
+
+
+def _copied(path: Path, data: bytes) -> str:
+    """Write a file beside another one, and return its path."""
+    number, name = tempfile.mkstemp(f"-{path.name}", ".ingress-", path.parent)
+    try:
+        with open(number, "wb", buffering=0) as file:
+            _overwrite(file, data)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return name
+
+
+def _overwrite(file: io.FileIO, data: bytes) -> None:
+    file.seek(0)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+    file.truncate()
+    os.fsync(file.fileno())
+
+
+def _decoded(data: bytes) -> tuple[str, str]:
+    """Return the text of a file, and its encoding. Raises `SyntaxError` or `ValueError`."""
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return data.decode(encoding), encoding
 
 
 def read(path: Path) -> FileText:
     """Read a file in its encoding. Raises `OSError`, and `SyntaxError` or `ValueError`."""
     data = path.read_bytes()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    return FileText(path, data.decode(encoding), encoding)
+    text, encoding = _decoded(data)
+    if text.encode(encoding) != data:
+        raise ValueError(f"its bytes are not those that {encoding} gives; leave it to an editor")
+    return FileText(path, text, encoding)
 
 
 def shared_names(paths: Iterable[Path]) -> set[str]:

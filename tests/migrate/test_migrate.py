@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -394,6 +395,33 @@ def test_a_file_is_written_in_place(tmp_path: Path) -> None:
     for name in ("st_ino", "st_mode", "st_uid", "st_gid", "st_nlink"):
         assert getattr(after, name) == getattr(before, name)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["main.py", "other"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix")
+def test_a_write_that_fails_loses_nothing(tmp_path: Path) -> None:
+    import resource
+
+    source = "import ray.serve\nray.get(1)\n" + "# more\n" * 1000  # longer afterwards
+    (tmp_path / "main.py").write_text(source)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(source), hard))
+    try:
+        result = invoke(tmp_path, "migrate", "main.py", "--write")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert "main.py:1: cannot be read or written: File too large" in result.output
+    assert (tmp_path / "main.py").read_text() == source
+    assert [each.name for each in tmp_path.iterdir()] == ["main.py"]
+
+
+def test_a_comment_never_becomes_the_encoding(tmp_path: Path) -> None:
+    source = "import ray\n# coding: latin-1\nimport ingress\n'é'\n"
+    (tmp_path / "main.py").write_text(source, "utf-8")
+    result = invoke(tmp_path, "migrate", "main.py", "--write")
+
+    assert "a comment would become its encoding" in result.output
+    assert (tmp_path / "main.py").read_text("utf-8") == source
 
 
 UNUSUAL = {
