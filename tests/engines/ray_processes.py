@@ -87,14 +87,16 @@ def ended(
 
 
 @contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """Run an application on Ray as a user does, and end it with Ctrl-C."""
+def running(
+    folder: Path, *arguments: str, ends_by: signal.Signals = signal.SIGINT
+) -> Iterator[ServerProcess]:
+    """Run an application on Ray as a user does, and end it with Ctrl-C, or as a container."""
     command = [*INGRESS, "run", *arguments, "--engine", "ray"]
     server = ServerProcess(command, folder, environment(folder))
     try:
         wait_until(lambda: "Ctrl-C to stop" in server.output or server.process.poll() is not None)
         yield server
-        server.signal(signal.SIGINT)
+        server.signal(ends_by)
         assert server.wait(PATIENCE_S) == 0, server.output
         assert "Metrics at" not in server.output  # the port is that of Ray's dashboard
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -698,14 +699,15 @@ app = Slow.bind()
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_on_a_cluster_of_its_own_an_application_answers_what_it_has_begun_before_it_ends(
-    tmp_path: Path,
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     port = free_port()
     (tmp_path / "slow.py").write_text(SLOW)
 
     with ThreadPoolExecutor() as clients:
-        with running(tmp_path, "slow:app", "--port", str(port)) as server:
+        with running(tmp_path, "slow:app", "--port", str(port), ends_by=number) as server:
             url = f"http://127.0.0.1:{port}"
             assert f"Application 'default' is ready at {url} on Ray" in server.output, server.output
             answer = clients.submit(httpx.get, url, trust_env=False, timeout=PATIENCE_S)

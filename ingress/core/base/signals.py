@@ -74,12 +74,15 @@ class StopSignals:
             numbers = {*stop_signals()}
             if self._hang_up is not None and hasattr(signal, "SIGHUP"):  # not on Windows
                 numbers.add(signal.SIGHUP)
-            for number in numbers:
-                self._previous[number] = signal.signal(number, self._on_signal)
             self._own = frozenset(numbers)
+            self._previous = self.register()
             IN_USE.append(self)
             self._functions = pass_on_handlers()
         return self
+
+    def register(self) -> dict[int, Any]:
+        """Handle the stop signals, and return their handlers before. In the main thread."""
+        return {number: signal.signal(number, self._on_signal) for number in self._own}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():

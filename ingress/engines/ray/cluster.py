@@ -17,6 +17,7 @@ import ipaddress
 import logging
 import re
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Set
@@ -36,6 +37,7 @@ from ray.serve._private.long_poll import LongPollClient
 from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.generated.serve_pb2 import DeploymentRoute
 
+from ingress.core.base.signals import IN_USE
 from ingress.core.base.types import new_request_id
 from ingress.engines.ray import SUPPORTED
 from ingress.engines.ray.messages import NOT_ON_THE_WORKERS
@@ -93,6 +95,8 @@ class Cluster:
                     "--address auto, elsewhere set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
                 ) from None
             raise _unreachable(address, _first_line(error)) from error
+        if IN_USE and threading.current_thread() is threading.main_thread():
+            IN_USE[-1].register()  # Ray has replaced them: SIGTERM would abort the process
         shorten_tracebacks()
         return cls(None if is_ours else address, is_ours)
 
