@@ -18,7 +18,7 @@ from ingress.config import HTTPOptions, LoggingConfig
 from ingress.context import get_replica_context
 from ingress.core.base.ctrl_c import without_traceback
 from ingress.core.base.settings import TRACING, export
-from ingress.core.base.signals import Stopped, StopSignals
+from ingress.core.base.signals import StopSignals
 from ingress.engines import current_engine
 from ingress.exceptions import RayServeException
 from ingress.handle import DeploymentHandle
@@ -164,13 +164,15 @@ def serving_until_signal(hang_up: Callable[[], None] | None = None) -> Iterator[
             signals.end_start()
             with WATCHDOG.reporting_on_signal(), current_engine().writing_on_signal():
                 signals.wait()
-        except Stopped as stopped:
+        except KeyboardInterrupt:
+            if signals.first is None:
+                raise  # by user code
             if not _is_serving():
                 shutdown()
-                if stopped.number == signal.SIGINT:
+                if signals.first == signal.SIGINT:
                     # Python then exits as for Ctrl-C.
                     raise without_traceback(KeyboardInterrupt()) from None
-                raise SystemExit(128 + stopped.number) from None
+                raise SystemExit(128 + signals.first) from None
         logger.info("stopping: waiting for running requests; a second signal stops at once")
         # Requests that are on their way are still served.
         time.sleep(max(LAME_DUCK_S, current_engine().leave()))

@@ -31,19 +31,11 @@ LOOK_S = 0.5
 _UNCAUGHT = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal that aborts a start; raised in the main thread, at any line."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
 @dataclass(eq=False, slots=True)
 class StopSignals:
     """A handler of Ctrl-C, SIGTERM and SIGHUP, from before the start to the end of a server.
 
-    the first signal, during the start    raises `Stopped` in the main thread
+    the first signal, during the start    raises `KeyboardInterrupt` in the main thread
     the first signal, later               ends `wait`
     the second signal                     ends the process at once, with 128 plus its number
 
@@ -59,7 +51,7 @@ class StopSignals:
     _hang_up: Callable[[], None] | None = None
     # Not an `Event`: the line that the signal interrupts may hold its lock.
     _signals: SimpleQueue[int] = field(default_factory=SimpleQueue)
-    _first: int | None = None
+    first: int | None = None  # of the signals that stop it
     _is_starting: bool = True
     _own: frozenset[int] = frozenset()
     _calls: dict[int, dict[object, Callable[[], object]]] = field(default_factory=dict)
@@ -109,16 +101,16 @@ class StopSignals:
         return had
 
     def end_start(self) -> None:
-        """Raise no `Stopped` on later signals. Raises `Stopped` if a signal came before."""
+        """Raise nothing on later signals. Raises `KeyboardInterrupt` if a signal came before."""
         self._is_starting = False
-        # A `Stopped` raised in a `__del__`, for example, was swallowed there.
-        if self._first is not None:
-            raise Stopped(self._first)
+        # One raised in a `__del__`, for example, was swallowed there.
+        if self.first is not None:
+            raise KeyboardInterrupt
 
     def wait(self) -> None:
         # Python calls handlers between two lines of this thread. A signal that the system hands to
         # another thread, or to this one just before it blocks, does not wake it.
-        while self._first is None:
+        while self.first is None:
             with suppress(Empty):
                 number = self._signals.get(timeout=LOOK_S)
                 if number not in self._previous and self._calls.get(number):
@@ -128,9 +120,9 @@ class StopSignals:
         stops = number in self._own and not (
             self._hang_up is not None and number == getattr(signal, "SIGHUP", None)
         )
-        is_first = self._first is None
+        is_first = self.first is None
         if stops and is_first:
-            self._first = number
+            self.first = number
         if threading.current_thread() is not threading.main_thread():
             # A handler of the user's calls the one that was there before. Race with the signal
             # that it was called for, which asked for the stop above, and does not ask twice.
@@ -149,7 +141,7 @@ class StopSignals:
             os._exit(128 + number)
         self._signals.put(number)
         if self._is_starting:
-            raise Stopped(number)
+            raise KeyboardInterrupt
 
 
 IN_USE: list[StopSignals] = []
