@@ -270,6 +270,51 @@ def test_a_lifespan_chains_handlers_by_signal_signal(tmp_path: Path) -> None:
         assert told.count("ValueError signal only works in main thread") == 1
 
 
+HOLDS = """
+import asyncio, gc, signal, weakref
+from contextlib import asynccontextmanager
+from fastapi import FastAPI
+import ingress as serve
+
+class Model: ...
+MODELS = weakref.WeakSet()
+
+@asynccontextmanager
+async def lifespan(app):
+    model = Model()
+    MODELS.add(model)
+    signal.signal(signal.SIGUSR2, lambda number, frame: print(model))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print, model)
+    yield
+
+@serve.deployment
+@serve.ingress(FastAPI(lifespan=lifespan))
+class Holds: ...
+
+@serve.deployment
+class Replaces:
+    def __call__(self):
+        for _ in range(4):
+            serve.run(Holds.bind(), name="holds", route_prefix="/holds")
+        gc.collect()
+        return len(MODELS)
+
+replaces = Replaces.bind()
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_the_handlers_of_a_replica_that_has_ended_hold_nothing(tmp_path: Path, loop: str) -> None:
+    write_module(tmp_path, "app", HOLDS)
+    with process([*INGRESS, "run", "--port", "0", "--loop", loop, "app:replaces"], tmp_path,
+                 environment(tmp_path)) as server:  # fmt: skip
+        with serving(server) as client:
+            client.request("/")
+            assert client.answer().body == b"1"
+        server.signal()
+        assert server.wait() == 0
+
+
 @pytest.mark.parametrize("how", ["process", "uvicorn"])
 def test_a_handler_that_no_thread_passes_on_is_refused_with_the_way_to_have_it(
     tmp_path: Path, how: str

@@ -58,7 +58,7 @@ class StopSignals:
     _previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = field(
         default_factory=dict
     )
-    handlers: dict[tuple[int, object], Any] = field(default_factory=dict)  # of `_signal`
+    handlers: dict[object, dict[int, Any]] = field(default_factory=dict)  # of `_signal`, by loop
     _functions: Any = None  # those that a module had before
 
     def __enter__(self) -> Self:
@@ -93,12 +93,18 @@ class StopSignals:
         if number in _UNCAUGHT:
             raise RuntimeError(f"sig {number} cannot be caught")
         calls = self._calls.setdefault(number, {})
-        self.handlers.pop((number, owner), None)
+        self.handlers.get(owner, {}).pop(number, None)
         had = calls.pop(owner, None) is not None
         if function is not None:
             calls[owner] = function
         self._signals.put(number)  # the main thread takes the signal
         return had
+
+    def forget(self, owner: object) -> None:
+        """Drop the calls of an owner that has ended, which hold what they refer to. Thread-safe."""
+        self.handlers.pop(owner, None)
+        for calls in list(self._calls.values()):
+            calls.pop(owner, None)
 
     def end_start(self) -> None:
         """Raise nothing on later signals. Raises `KeyboardInterrupt` if a signal came before."""
@@ -108,6 +114,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def wait(self) -> None:
+        """Wait for the first signal that stops the server."""
         # Python calls handlers between two lines of this thread. A signal that the system hands to
         # another thread, or to this one just before it blocks, does not wake it.
         while self.first is None:
@@ -162,7 +169,7 @@ def _loop_of_replica() -> Any:
 
 def _getsignal(number: int) -> Any:
     loop = _loop_of_replica()
-    own = None if loop is None else IN_USE[-1].handlers.get((number, loop))
+    own = None if loop is None else IN_USE[-1].handlers.get(loop, {}).get(number)
     return PYTHONS[1](number) if own is None else own
 
 
@@ -174,7 +181,7 @@ def _signal(number: int, handler: Any) -> Any:
     before = _getsignal(number)
     if callable(handler) and handler != PYTHONS[1](number):
         loop.add_signal_handler(number, handler, number, None)
-        IN_USE[-1].handlers[number, loop] = handler
+        IN_USE[-1].handlers.setdefault(loop, {})[number] = handler
     elif not loop.remove_signal_handler(number):
         return PYTHONS[0](number, handler)  # which raises
     return before

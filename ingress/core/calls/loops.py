@@ -116,6 +116,11 @@ class ThreadAware:
         run: Any = partial(callback, *args)
         IN_USE[-1].call(number, self, partial(_pass_on, self, run, copy_context()))
 
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]
+        for each in IN_USE.copy():
+            each.forget(self)
+
     def remove_signal_handler(self: Any, number: int) -> bool:
         """Take back the callback of a signal. Returns False if there is none."""
         if _gets_signals():
@@ -192,7 +197,7 @@ class _Guarded(ThreadAware):
 
     def close(self) -> None:
         with self._waking:
-            super().close()  # type: ignore[misc]
+            super().close()
 
 
 @cache
