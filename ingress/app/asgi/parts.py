@@ -122,9 +122,8 @@ class _Routes:
             func = call.target.func if is_lifted else call
             is_planned = isinstance(call, Planned)
             if not is_planned and kind_for_fastapi(func) is not kind(func):
-                func = inspect.unwrap(
-                    without_partials(func)
-                )  # FastAPI looks at the wrapped function
+                # FastAPI looks at the wrapped function.
+                func = inspect.unwrap(without_partials(func))
             role = Role.ENDPOINT if is_planned else Role.FRAMEWORK
             at_once = getattr(getattr(each, "concurrency", None), "max_concurrency", None)
             yield Part("dependency", func, role, at_once)
