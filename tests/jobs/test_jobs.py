@@ -568,6 +568,9 @@ NO_FOLDER = SQLiteAdapterConfig(path="/no/such/jobs.db")
         (lambda: TaskProcessorConfig(**NO_QUEUE), "queue_name"),
         (lambda: TaskProcessorConfig(**CONFIG | {"retries": 1}), "unexpected keyword argument"),
         (lambda: SQLiteAdapterConfig(max_payload_bytes=0), "max_payload_bytes must be"),
+        (lambda: SQLiteAdapterConfig(path=":memory:"), "path must be that of a file, got ':mem"),
+        (lambda: SQLiteAdapterConfig(path="file:jobs?mode=memory"), "that of a file"),
+        (lambda: SQLiteAdapterConfig(path=" "), "path must be that of a file"),
         (lambda: task_handler(name=""), "Task name must be a non-empty string"),
         (lambda: task_handler(3), "@task_handler decorates a method"),  # type: ignore[call-overload]
         (lambda: consumer(dict, "q"), "must be a TaskProcessorConfig"),

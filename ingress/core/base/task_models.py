@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ingress.core.base.options import NonNegativeInt, Options, PositiveFloat, PositiveInt
 
@@ -33,6 +33,15 @@ class CeleryAdapterConfig(Options):
     broker_transport_options: dict[str, Any] | None = None
 
 
+def _file(path: str) -> str:
+    if path.startswith((":memory:", "file:")) or not path.strip() or "\0" in path:
+        raise ValueError(
+            f"path must be that of a file, got {path!r}: jobs in memory would not survive their "
+            "process; leave it out for the default, 'jobs.db'"
+        )
+    return path
+
+
 class SQLiteAdapterConfig(Options):
     """The embedded store: one SQLite file on a local disk, which all processes of a machine share.
 
@@ -46,7 +55,7 @@ class SQLiteAdapterConfig(Options):
     Ours.
     """
 
-    path: str = Field(default="jobs.db", min_length=1)
+    path: Annotated[str, AfterValidator(_file)] = "jobs.db"
     max_payload_bytes: PositiveInt = 1024 * 1024
     keep_results_s: PositiveFloat = 7 * 86400.0
     max_crashes: PositiveInt = 3
