@@ -29,6 +29,7 @@ LOOK_S = 0.5
 
 
 _UNCAUGHT = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+_HANG_UP = frozenset(each for each in signal.Signals if each.name == "SIGHUP")  # not on Windows
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +54,7 @@ class StopSignals:
     _signals: SimpleQueue[int] = field(default_factory=SimpleQueue)
     first: int | None = None  # of the signals that stop it
     _is_starting: bool = True
-    _own: frozenset[int] = frozenset()
+    _stops: frozenset[int] = frozenset()
     _calls: dict[int, dict[object, Callable[[], object]]] = field(default_factory=dict)
     _previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = field(
         default_factory=dict
@@ -63,18 +64,18 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and handles_signals():
-            numbers = {*stop_signals()}
-            if self._hang_up is not None and hasattr(signal, "SIGHUP"):  # not on Windows
-                numbers.add(signal.SIGHUP)
-            self._own = frozenset(numbers)
-            self._previous = self.register()
+            hang_up = frozenset() if self._hang_up is None else _HANG_UP
+            self._stops = frozenset(stop_signals()) - hang_up
+            self._previous = self.register() | {
+                number: signal.signal(number, self._on_signal) for number in hang_up
+            }
             IN_USE.append(self)
             self._functions = pass_on_handlers()
         return self
 
     def register(self) -> dict[int, Any]:
         """Handle the stop signals, and return their handlers before. In the main thread."""
-        return {number: signal.signal(number, self._on_signal) for number in self._own}
+        return {number: signal.signal(number, self._on_signal) for number in self._stops}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
@@ -124,9 +125,7 @@ class StopSignals:
                     self._previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        stops = number in self._own and not (
-            self._hang_up is not None and number == getattr(signal, "SIGHUP", None)
-        )
+        stops = number in self._stops
         is_first = self.first is None
         if stops and is_first:
             self.first = number
@@ -141,7 +140,7 @@ class StopSignals:
             if (call := calls.get(owner)) is not None:
                 call()
         if not stops:
-            if self._hang_up is not None and number in self._own:
+            if self._hang_up is not None and number in _HANG_UP:
                 self._hang_up()
             return
         if not is_first:  # the user asked twice
@@ -206,11 +205,8 @@ def stop_signals() -> list[signal.Signals]:
     Ctrl-C even if it is ignored, because a shell ignores it for its background jobs. SIGHUP only if
     it is not ignored, because `nohup` ignores it to keep a process alive.
     """
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
-    if hang_up is not None and signal.getsignal(hang_up) is not signal.SIG_IGN:
-        numbers.append(hang_up)
-    return numbers
+    hang_up = [each for each in _HANG_UP if signal.getsignal(each) is not signal.SIG_IGN]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
 
 
 @contextmanager
