@@ -211,17 +211,18 @@ class Methods:
     def _owner(self, func: object) -> type | None:
         """Return the class of the deployment's MRO that a function belongs to.
 
-        A function is written in the body that its code names. The class may have been renamed, or
-        a decorator may have made the function, so one that the class has is its own as well, but
-        not a function of the module: that has another caller.
+        A function is written in the body that its code names, or its `__qualname__` if a decorator
+        has compiled it. The class may have been renamed, so one that the class has is its own as
+        well, but not a function of the module: that has another caller.
         """
         inner = _innermost(func)
         if inner is None:  # an object with `__get__` that Python would bind
             holders = (cls for cls in self._own if any(each is func for each in vars(cls).values()))
             can_bind = has_code_for(func, "__get__") and not isinstance(func, _PLAINLY_CALLED)
             return next((cls for cls in holders if can_bind and _is_bound(func, cls)), None)
-        scope = inner.__code__.co_qualname.rpartition(".")[0]
-        module = inner.__globals__.get("__name__")
+        written = inner.__code__.co_qualname
+        scope = (written if "." in written else inner.__qualname__).rpartition(".")[0]
+        module = inner.__globals__.get("__name__") or inner.__module__
         named = [cls for cls in self._own if (scope, module) == (cls.__qualname__, cls.__module__)]
         # Two classes that one function made have the same names, and the same code.
         alike = {cls: inner.__code__ in [each.__code__ for each in self._own[cls]] for cls in named}

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, update_wrapper
 from itertools import chain
+from types import FunctionType
 from typing import Any, ForwardRef, cast
 
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
@@ -67,6 +68,7 @@ from ingress.app.asgi.wrapped import (
     guard_mounted,
     is_alike,
     is_fastapis,
+    put_around,
     put_inside,
     rebased,
     take_layers,
@@ -80,6 +82,7 @@ from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
 from ingress.core.execution.execution import (
     Kind,
+    code_of,
     kind,
     kind_for_fastapi,
     name_of,
@@ -177,19 +180,24 @@ class RouteTree:
             return None
         self.endpoints.add(id(route.endpoint))
         target = self.methods.target(route.endpoint, is_endpoint=True)
-        self.targets.append(target)
         # For a WebSocket the router, not the route, keeps the provider of dependency overrides.
         keeper = route if isinstance(route, APIRoute) else router
         provider = getattr(keeper, "dependency_overrides_provider", None)
-        endpoint = wrapper(route.endpoint, target, _streams(route, target.func))
-        self.dependencies.endpoints[id(route.endpoint)] = endpoint
         options: dict[str, Any] = {
             "dependency_overrides_provider": self.dependencies.overrides(provider)
         }
         if callbacks := getattr(route, "callbacks", None):  # their methods are in the schema
             routes = (self._route(each, router) for each in callbacks)
             options["callbacks"] = [each for each in routes if each is not None]
+        endpoint = wrapper(route.endpoint, target, _streams(route, target.func))
         clone: Any = rebuilt(route, endpoint, **options)
+        # Else an integration wraps all endpoints, and so also the clone's.
+        if clone.dependant.call is endpoint and _is_wrapped(route):
+            target = _as_wrapped(route, target)
+            endpoint = wrapper(route.endpoint, target, _streams(route, target.func))
+            clone = rebuilt(route, endpoint, **options)
+        self.targets.append(target)
+        self.dependencies.endpoints[id(route.endpoint)] = endpoint
         self._keep_changes(route, clone)
         clone.endpoint = route.endpoint  # user code compares it, and looks for its own marks
         self._clones[id(route)] = clone
@@ -241,15 +249,11 @@ class RouteTree:
                 "its instance. Use app.add_middleware(...), Depends(...), a route class, or a "
                 "layer that keeps what it wraps as `self.app` or in its closure."
             )
-        call: Any = route.dependant.call
-        # A replica has made the route, or an integration wraps the call of each, and so also the
-        # clone's.
-        is_own = call is route.endpoint or hasattr(call, "__ingress_target__")
-        if not is_own and clone.dependant.call in self.dependencies.endpoints.values():
-            raise TypeError(
-                f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was "
-                "replaced after the route was made. Decorate it below the route."
-            )
+        is_ours = clone.dependant.call in self.dependencies.endpoints.values()
+        target: Any = target_of(clone)
+        is_taken = code_of(route.dependant.call) is code_of(target.func)
+        if is_ours and _is_wrapped(route) and not is_taken:
+            raise _replaced(route)
         take_changes(route.dependant, clone.dependant)
 
     def _keep_included(self, was: Any, node: Any) -> None:
@@ -266,6 +270,36 @@ class RouteTree:
                 self._keep_included(each, next(inner))
             elif clone := clones.get(id(self._clones.get(id(each.original_route)))):
                 self._keep_changes(each.starlette_route or each, clone.starlette_route or clone)
+
+
+def _is_wrapped(route: Any) -> bool:
+    """Return whether FastAPI calls another function than the endpoint; not if a replica made it."""
+    call = route.dependant.call
+    return call is not route.endpoint and not hasattr(call, "__ingress_target__")
+
+
+def _as_wrapped(route: Any, target: Target) -> Target:
+    """Return the target in the function that wraps the endpoint of a finished route.
+
+    Integrations such as that of Sentry put one around each `def`. Raises `TypeError` for a function
+    in which the endpoint is not found.
+    """
+    func = put_around(
+        route.dependant.call, lambda value: target.func if value is route.endpoint else None
+    )
+    if type(func) is not FunctionType:
+        raise _replaced(route)
+    binds = target.descriptor is not None
+    is_class_method = isinstance(target.descriptor, classmethod)
+    descriptor: Any = classmethod(func) if is_class_method else func
+    return dataclasses.replace(target, func=func, descriptor=descriptor if binds else None)
+
+
+def _replaced(route: Any) -> TypeError:
+    return TypeError(
+        f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was replaced after "
+        "the route was made, and is not found in its replacement. Decorate it below the route."
+    )
 
 
 _LAYERED = ("app", "handle", "matches", "get_route_handler", "__call__")

@@ -12,6 +12,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import fastapi.routing
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, WebSocket, params
 from fastapi.dependencies.utils import get_dependant, get_parameterless_sub_dependant
@@ -51,6 +52,45 @@ def statuses(cls: type, *paths: str, **options: Any) -> list[int]:
 
 
 # The rule for `self`.
+
+
+def compiled(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the names of another, in code of its own, as dishka's."""
+    names: dict[str, Any] = {"func": func}
+    exec(
+        compile("def made(*args, **values): return func(*args, **values)", "<made>", "exec"), names
+    )
+    made: Callable[..., Any] = names["made"]
+    made.__name__, made.__qualname__, made.__module__ = func.__name__, func.__qualname__, __name__
+    made.__signature__ = inspect.signature(func)  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_function_that_a_decorator_has_compiled_gets_the_instance(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        name = "K"
+
+        @app.get("/below")
+        @compiled
+        def below(self, user: str = Depends(refuse)) -> str:
+            return self.name
+
+        @compiled
+        @app.get("/above")
+        def above(self) -> str:
+            return self.name
+
+        def of(self) -> str:
+            return self.name
+
+        @app.get("/needs")
+        def needs(self, name: str = Depends(compiled(of))) -> str:
+            return name
+
+    assert statuses(K, "/below") == [401]
+    for path in ("/below", "/above", "/needs"):
+        assert json_of(K, path, TOKEN) == "K"
 
 
 def test_a_function_of_the_class_without_self_runs_as_it_is_written(app: FastAPI) -> None:
@@ -1418,6 +1458,88 @@ def test_a_method_where_nobody_looks_never_runs_with_a_self_of_the_clients(app: 
     app.router.routes[:] = [Hidden()]
     with serve(cls) as client, pytest.raises(TypeError, match="asks the client for `self`"):
         client.get("/?self=x")
+
+
+def wrap_each_def(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have FastAPI wrap the function of each `def` endpoint, as integrations for tracing do."""
+    make, ran = fastapi.routing.get_request_handler, []
+
+    def wrapped(func: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(func)
+        def traced(*args: Any, **values: Any) -> Any:
+            ran.append(func.__name__)
+            return func(*args, **values)
+
+        return traced
+
+    def get_request_handler(*args: Any, **options: Any) -> Any:
+        dependant = options["dependant"]
+        if not inspect.iscoroutinefunction(dependant.call):
+            dependant.call = wrapped(dependant.call)
+        return make(*args, **options)
+
+    monkeypatch.setattr(fastapi.routing, "get_request_handler", get_request_handler)
+    return ran
+
+
+def test_what_an_integration_puts_around_each_def_runs_with_the_instance(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = wrap_each_def(monkeypatch)
+    router = APIRouter()
+
+    class Base:
+        name = "Base"
+
+        @app.get("/here")
+        def here(self, user: str = Depends(refuse)) -> str:
+            return f"{user} {self.name}"
+
+        @app.get("/again")
+        def again(self) -> str:
+            return "Base's"
+
+        @app.get("/awaited")
+        async def awaited(self) -> str:
+            return self.name
+
+    @ingress(app)
+    class K(Base):
+        name = "K"
+
+        def again(self) -> str:
+            return f"{self.name}'s"
+
+        @router.get("/there")
+        def there(self) -> Iterator[str]:
+            yield self.name
+
+        @app.get("/function")
+        @staticmethod
+        def function() -> str:
+            return "no instance"
+
+    app.include_router(router, prefix="/in")
+    with serve(K) as client:
+        assert client.get("/here").status_code == 401
+        assert client.get("/here", headers=TOKEN).json() == "t K"
+        answers = [client.get(f"/{each}").text for each in ("again", "awaited", "function")]
+        assert answers == ['"K\'s"', '"K"', '"no instance"']
+        assert "K" in client.get("/in/there").text
+    assert ran == ["here", "again", "function", "there"]
+
+
+def test_a_guard_around_the_function_of_a_finished_route_is_kept(app: FastAPI) -> None:
+    cls, route = one_route(app)
+    inner = route.dependant.call
+
+    def guard(*args: Any, **values: Any) -> Any:
+        if values["also"] != "also":
+            raise HTTPException(403)
+        return inner(*args, **values)
+
+    route.dependant.call = guard
+    assert statuses(cls, "/", "/?also=x") == [200, 403]
 
 
 def test_an_endpoint_that_is_replaced_in_a_finished_route_is_refused(app: FastAPI) -> None:
