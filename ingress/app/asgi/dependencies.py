@@ -237,6 +237,8 @@ def take_changes(was: Any, made: Any) -> None:
     """
     for name in _GIVEN:
         setattr(made, name, getattr(was, name))
+    for name in _FILLED_IN:
+        setattr(made, name, getattr(made, name) or getattr(was, name))
     twins, nodes = list(made.dependencies), []
     for each in was.dependencies:
         if (node := next((twin for twin in twins if _is_twin(twin, each, was)), None)) is None:

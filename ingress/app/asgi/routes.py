@@ -190,15 +190,10 @@ class RouteTree:
             routes = (self._route(each, router) for each in callbacks)
             options["callbacks"] = [each for each in routes if each is not None]
         endpoint = wrapper(route.endpoint, target, _streams(route, target.func))
-        clone: Any = rebuilt(route, endpoint, **options)
-        # Else an integration wraps all endpoints, and so also the clone's.
-        if clone.dependant.call is endpoint and _is_wrapped(route):
-            target = _as_wrapped(route, target)
-            endpoint = wrapper(route.endpoint, target, _streams(route, target.func))
-            clone = rebuilt(route, endpoint, **options)
-        self.targets.append(target)
         self.dependencies.endpoints[id(route.endpoint)] = endpoint
+        clone: Any = rebuilt(route, endpoint, **options)
         self._keep_changes(route, clone)
+        self.targets.append(clone._ingress_target)
         clone.endpoint = route.endpoint  # user code compares it, and looks for its own marks
         self._clones[id(route)] = clone
         return cast(BaseRoute, clone)
@@ -249,11 +244,16 @@ class RouteTree:
                 "its instance. Use app.add_middleware(...), Depends(...), a route class, or a "
                 "layer that keeps what it wraps as `self.app` or in its closure."
             )
-        is_ours = clone.dependant.call in self.dependencies.endpoints.values()
-        target: Any = target_of(clone)
-        is_taken = code_of(route.dependant.call) is code_of(target.func)
-        if is_ours and _is_wrapped(route) and not is_taken:
-            raise _replaced(route)
+        call, own = route.dependant.call, clone.dependant.call
+        # Not if a replica made the route, or an integration wraps all, and so the clone's as well.
+        is_wrapped = call is not route.endpoint and not hasattr(call, "__ingress_target__")
+        if is_wrapped and own in self.dependencies.endpoints.values():
+            target: Target = own.__ingress_target__
+            if code_of(call) is not code_of(target.func):  # as that of an included route is
+                target = _as_wrapped(route, target)
+                endpoint = wrapper(call, target, _streams(route, target.func))
+                clone.dependant.call = self.dependencies.endpoints[id(route.endpoint)] = endpoint
+                getattr(clone, "original_route", clone)._ingress_target = target
         take_changes(route.dependant, clone.dependant)
 
     def _keep_included(self, was: Any, node: Any) -> None:
@@ -272,34 +272,25 @@ class RouteTree:
                 self._keep_changes(each.starlette_route or each, clone.starlette_route or clone)
 
 
-def _is_wrapped(route: Any) -> bool:
-    """Return whether FastAPI calls another function than the endpoint; not if a replica made it."""
-    call = route.dependant.call
-    return call is not route.endpoint and not hasattr(call, "__ingress_target__")
-
-
 def _as_wrapped(route: Any, target: Target) -> Target:
     """Return the target in the function that wraps the endpoint of a finished route.
 
     Integrations such as that of Sentry put one around each `def`. Raises `TypeError` for a function
     in which the endpoint is not found.
     """
-    func = put_around(
-        route.dependant.call, lambda value: target.func if value is route.endpoint else None
-    )
+    func, endpoint = route.dependant.call, route.endpoint
+    is_around = inspect.unwrap(func, stop=lambda each: each is endpoint) is endpoint
+    if not is_around or target.func is not endpoint:
+        func = put_around(func, lambda value: target.func if value is endpoint else None)
     if type(func) is not FunctionType:
-        raise _replaced(route)
-    binds = target.descriptor is not None
+        raise TypeError(
+            f"The endpoint of the route '{route.path}', {name_of(endpoint)}, was replaced after "
+            "the route was made, and is not found in its replacement. Decorate it below the route."
+        )
     is_class_method = isinstance(target.descriptor, classmethod)
     descriptor: Any = classmethod(func) if is_class_method else func
-    return dataclasses.replace(target, func=func, descriptor=descriptor if binds else None)
-
-
-def _replaced(route: Any) -> TypeError:
-    return TypeError(
-        f"The endpoint of the route '{route.path}', {name_of(route.endpoint)}, was replaced after "
-        "the route was made, and is not found in its replacement. Decorate it below the route."
-    )
+    is_bound = target.descriptor is not None
+    return dataclasses.replace(target, func=func, descriptor=descriptor if is_bound else None)
 
 
 _LAYERED = ("app", "handle", "matches", "get_route_handler", "__call__")

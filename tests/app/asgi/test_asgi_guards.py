@@ -1514,13 +1514,21 @@ def test_what_an_integration_puts_around_each_def_runs_with_the_instance(
         def there(self) -> Iterator[str]:
             yield self.name
 
+        @router.websocket("/socket")
+        async def socket(self, websocket: WebSocket) -> None:
+            await websocket.accept()
+            await websocket.send_text(self.name)
+
         @app.get("/function")
         @staticmethod
         def function() -> str:
             return "no instance"
 
     app.include_router(router, prefix="/in")
+    list(iter_route_contexts(app.routes))  # FastAPI makes the included routes
     with serve(K) as client:
+        with client.websocket_connect("/in/socket") as websocket:
+            assert websocket.receive_text() == "K"
         assert client.get("/here").status_code == 401
         assert client.get("/here", headers=TOKEN).json() == "t K"
         answers = [client.get(f"/{each}").text for each in ("again", "awaited", "function")]
