@@ -104,7 +104,9 @@ def wrapped_methods_are_not_bound() -> Any:
 
 def instance_is_a_keyword() -> Any:
     """The instance is passed to each wrapper by the name `self`."""
-    return patch.object(methods, "_looks_for_connection", lambda func: hasattr(func, "__wrapped__"))
+    return patch.object(
+        methods, "_takes_instance_by_name", lambda func: hasattr(func, "__wrapped__")
+    )
 
 
 def layers_of_routes_are_dropped() -> Any:

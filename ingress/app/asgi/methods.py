@@ -84,7 +84,7 @@ class Target:
     def bound_to(self, instance: object) -> Callable[..., Any]:
         if self.descriptor is None:
             return self.func
-        if _looks_for_connection(self.descriptor):
+        if _takes_instance_by_name(self.descriptor):
             name = next(iter(signature_of(self.descriptor).parameters))
             return partial(self.func, **{name: instance})
         return cast(Callable[..., Any], self.descriptor.__get__(instance, type(instance)))
@@ -394,24 +394,27 @@ def _descriptor(cls: type, func: object) -> Any:
     return next((each for each in bound if each.__func__ is func), func)
 
 
-def _looks_for_connection(func: Any) -> bool:
-    """Return whether a wrapper of any arguments looks for the request, or the WebSocket, by name.
+def _takes_instance_by_name(func: Any) -> bool:
+    """Return whether a wrapper must get the instance as FastAPI passes arguments: by name.
 
-    FastAPI passes keywords only. A wrapper that then looks for `request` by its position, as that
-    of slowapi does if there are positional arguments, would not find it behind the instance.
+    Python passes the instance first. A wrapper whose own first parameter FastAPI passes, as that of
+    fasthx, would get that twice. One of any arguments that looks for `request` by its position, as
+    that of slowapi if there are positional arguments, would not find it behind the instance.
     """
     code = (
         code_of(func) if isinstance(func, FunctionType) and hasattr(func, "__wrapped__") else None
     )
-    takes_all = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    if code is None or code.co_argcount or code.co_flags & takes_all != takes_all:
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
-    first = next(iter(signature_of(func).parameters.values()))
+    first, *others = signature_of(func).parameters.values()
     if first.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return False
+    if code.co_argcount:
+        return any(each.name == code.co_varnames[0] for each in others)
     helpers = [each for each in contents_of(func) if isinstance(each, FunctionType)]
     codes = [code, *(each.__code__ for each in helpers if each is not inspect.unwrap(func))]
-    return any(not _CONNECTIONS.isdisjoint(_constants(each)) for each in codes)
+    takes_all = code.co_flags & inspect.CO_VARARGS
+    return bool(takes_all) and any(not _CONNECTIONS.isdisjoint(_constants(each)) for each in codes)
 
 
 def contents_of(func: Any) -> Iterator[Any]:

@@ -8,10 +8,10 @@ import types
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Header, Request
 from fastapi.responses import PlainTextResponse
 from starlette.datastructures import MutableHeaders
 from starlette.routing import Route
@@ -239,6 +239,37 @@ def test_a_decorator_gets_keywords_only_as_fastapi_passes_them(app: FastAPI) -> 
             assert client.get(path).json() == "served"
             assert client.get(path + "?limit").json() == "limited"
         assert client.get("/positional-only").json() == "served"
+
+
+def hidden_first(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper with a parameter of its own before all others, as those of fasthx have."""
+
+    @wraps(func)
+    def wrapper(mine: Annotated[str, Header()], *args: Any, **kwargs: Any) -> Any:
+        return [mine, func(*args, **kwargs)]
+
+    signature = inspect.signature(func)
+    mine = inspect.signature(wrapper, follow_wrapped=False).parameters["mine"]
+    own = mine.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, Header()])
+    wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), own]
+    )
+    return wrapper
+
+
+def test_a_decorator_may_have_a_first_parameter_that_fastapi_passes(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        name = "served"
+
+        @app.get("/")
+        @hidden_first
+        def root(self, number: int = 1) -> list[Any]:
+            return [self.name, number]
+
+    with serve(K) as client:
+        answer = client.get("/?number=2", headers={"mine": "yes"})
+        assert answer.json() == ["yes", ["served", 2]]
 
 
 def in_a_task(func: Callable[..., Any]) -> Callable[..., Any]:
