@@ -245,9 +245,12 @@ def is_alike(one: Any, other: Any) -> bool:
         return False
     if type(one) is partial:
         return all(map(is_alike, one.args, other.args))
+    if type(one) is MethodType:
+        return one.__func__ is other.__func__
     if type(one) is not FunctionType:
         return not hasattr(one, "app") or is_alike(one.app, other.app)
     pairs = zip(contents_of(one), contents_of(other), strict=False)
+    functions = FunctionType, MethodType
     return one.__code__ is other.__code__ and all(
-        is_alike(*pair) for pair in pairs if all(isinstance(each, FunctionType) for each in pair)
+        is_alike(*pair) for pair in pairs if any(isinstance(each, functions) for each in pair)
     )

@@ -1111,6 +1111,46 @@ def test_an_app_that_replaces_that_of_a_route_is_kept_if_it_needs_no_instance(
         bound(K)
 
 
+class Answering(APIRoute):
+    """A route that answers by itself, as those of fastapi-jsonrpc do."""
+
+    async def guarded(self, request: Request) -> PlainTextResponse:
+        refuse(request.headers.get("x-token", ""))
+        return PlainTextResponse(f"{self.path} by {type(self).__name__}")
+
+    async def guarded_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await request_response(self.guarded)(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        lambda route: fastapi.routing.request_response(route.guarded),
+        lambda route: fastapi.routing.request_response(partial(Answering.guarded, route)),
+        lambda route: request_response(route.guarded),
+        lambda route: route.guarded_app,
+        lambda route: Delegating(route.guarded_app),
+    ],
+)
+def test_a_route_that_answers_by_itself_keeps_its_guard(app: FastAPI, handler: Any) -> None:
+    class Own(Answering):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.app = handler(self)
+
+    app.router.route_class = Own
+
+    @app.get("/")
+    def never() -> None: ...
+
+    @ingress(app)
+    class K: ...
+
+    with serve(K, replicas=2) as client:
+        assert client.get("/").status_code == 401
+        assert client.get("/", headers=TOKEN).text == "/ by Own"
+
+
 # What user code changes in finished routes and apps.
 
 
