@@ -25,7 +25,7 @@ from ingress.observe.live.view import Problem, View, view_of
 from ingress.observe.timeline.sampling import Profile, merged_traces, profile, record
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.server_options import ServerOptions
-from ingress.state.looking import LinesPart, LogLine, Look, last_lines, look_at, replicas_of
+from ingress.state.looking import LogLine, Look, last_lines, look_at, replicas_of
 from ingress.state.memory import MemoryOfProcess, memory
 from ingress.state.server import HTTPSide, Server, snapshot_of
 
@@ -334,15 +334,12 @@ class Observer:
         self, process: int, application: str, deployment: str, replica: str, request_id: str = ""
     ) -> list[LogLine]:
         """Return the last log lines of a replica, or those of them that a request has made."""
-        parts: list[LinesPart]
+        parts: list[dict[tuple[int, str, str, str], list[LogLine]]]
         parts, _ = self._ask("lines")
-        names = (process, application, deployment, replica)
         return [
             line
             for part in parts
-            for each in part["replicas"]
-            if (part["pid"], each["application"], each["deployment"], each["replica"]) == names
-            for line in each["lines"]
+            for line in part.get((process, application, deployment, replica), ())
             if not request_id or request_id in line["request_ids"]
         ]
 
