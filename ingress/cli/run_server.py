@@ -23,7 +23,7 @@ from ingress.app.declaration.build import BuiltApplication, build
 from ingress.app.declaration.cluster_options import check_here
 from ingress.app.declaration.declaration import Application
 from ingress.cli.admin import Admin, resolved
-from ingress.cli.control_socket import Command, ControlSocket
+from ingress.cli.control_socket import Command, control_socket
 from ingress.cli.keeping import KeepingProcess, KeepingReload
 from ingress.cli.reloading import (
     FileState,
@@ -188,9 +188,9 @@ def controlled(commands: Mapping[str, Command] | None, observer: Observer) -> It
     if commands is None:
         yield
         return
-    with ControlSocket(commands) as control:
-        if control.path is not None:
-            line = f"control socket {control.path}"
+    with control_socket(commands) as path:
+        if path is not None:
+            line = f"control socket {path}"
             console.print(line, style="dim", highlight=False, soft_wrap=True)
         with observer:
             yield
