@@ -20,6 +20,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,7 +35,7 @@ from ingress.cli.control_socket import (
 from ingress.cli.sd_notify import notify
 from ingress.cli.target import refusal, refusing
 from ingress.cli.terminal import say, tamed
-from ingress.cli.workers import Asked, Supervisor
+from ingress.cli.workers import Supervisor
 from ingress.config import HTTPOptions
 from ingress.core.base.settings import Settings
 from ingress.engines import local_engine
@@ -176,9 +177,8 @@ def handover_of_workers(supervisor: Supervisor, port: SharedPort) -> Handover:
     """Return the commands of a server with worker processes."""
 
     def retire(wait_s: float) -> None:
-        asked = Asked("retire", {"wait_s": wait_s})
         port.is_handed_over = True
-        supervisor.post(asked)
-        asked.wait(wait_s + ASK_S)
+        with suppress(CommandError):  # it stops already
+            supervisor.ask("retire", {"wait_s": wait_s}, wait_s + ASK_S)
 
     return Handover(port.shared, retire)
