@@ -42,7 +42,7 @@ from ingress.cli.server_commands import change, commands_of, jobs
 from ingress.cli.target import mistake, refusal, refusing
 from ingress.cli.terminal import console, print_plan, ready_lines, say, showing_start
 from ingress.cli.worker import Served, run_all, work_until_reloaded
-from ingress.cli.worker_commands import WorkersCommands, snapshot_of_workers
+from ingress.cli.worker_commands import WorkersCommands
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
 from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped
@@ -328,7 +328,7 @@ def _supervise(
         **handover.table(),
         "reload": reloads.command,
     }
-    admin = Admin(partial(snapshot_of_workers, supervisor, url), options, commands.observer)
+    admin = Admin(commands.snapshot, options, commands.observer)
     handover.stop_admin = admin.close
     with (
         controlled(table, commands.observer),

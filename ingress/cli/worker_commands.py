@@ -36,28 +36,6 @@ APPLY_S = 60.0
 RETRY_S = 0.1
 
 
-def snapshot_of_workers(workers: Supervisor, url: str | None) -> Snapshot:
-    """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
-    silent = sorted(workers.ask("snapshot", {}, STATUS_S).waits_for)
-    found = workers.last_snapshots()  # an answer is one too
-    # Race with the end of a worker that has just answered: it is added to `ended` with its last
-    # snapshot, and must not be counted twice. So this is read last.
-    ended = workers.ended
-    parts = [each for pid, each in found.items() if pid not in ended.pids]
-    mine = process_snapshot("supervisor", os.getpid())
-    if not parts:
-        parts = [Snapshot(time(), os.getpid())]
-    whole = merged(parts, ended.snapshot)
-    return replace(
-        whole,
-        pid=os.getpid(),
-        url=url,
-        workers=[pid for pid in whole.workers if pid not in silent],
-        silent=silent,
-        processes=[mine, *whole.processes],
-    )
-
-
 def answered_by_all(workers: Supervisor, command: str, **arguments: Any) -> list[Any]:
     """Return the answers of all workers.
 
@@ -94,6 +72,27 @@ class WorkersCommands:
             **dict.fromkeys(sorted(asked.waits_for), SILENT),
             **{pid: f"answers with an error: {each}" for pid, each in failed.items()},
         }
+
+    def snapshot(self) -> Snapshot:
+        """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
+        silent = sorted(self.workers.ask("snapshot", {}, STATUS_S).waits_for)
+        found = self.workers.last_snapshots()  # an answer is one too
+        # Race with the end of a worker that has just answered: it is added to `ended` with its last
+        # snapshot, and must not be counted twice. So this is read last.
+        ended = self.workers.ended
+        parts = [each for pid, each in found.items() if pid not in ended.pids]
+        mine = process_snapshot("supervisor", os.getpid())
+        if not parts:
+            parts = [Snapshot(time(), os.getpid())]
+        whole = merged(parts, ended.snapshot)
+        return replace(
+            whole,
+            pid=os.getpid(),
+            url=self.url,
+            workers=[pid for pid in whole.workers if pid not in silent],
+            silent=silent,
+            processes=[mine, *whole.processes],
+        )
 
     def roll(self, file: ConfigFile, port: SharedPort | None) -> None:
         """Replace all workers, by those of `port` if it is another one.
