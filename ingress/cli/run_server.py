@@ -305,13 +305,6 @@ def _supervise(
 ) -> int:
     """Serve in worker processes. Returns the exit code."""
 
-    def reload_all() -> list[str]:
-        assert state is not None
-        return reload_workers(state, commands, place)
-
-    reload = None if state is None else reload_all
-    reloads = Reloads(reload, state.file if state is not None and watches else None)
-
     def when_ready() -> None:
         _listen(admin, replaced, is_ready=True)
         say(line, admin.line)
@@ -320,8 +313,10 @@ def _supervise(
 
     options = resolved(served.server.admin)
     served = replace(served, server=replace(served.server, admin=options))
-    supervisor = Supervisor(config, served, port, when_ready, reloads.ask)
+    supervisor = Supervisor(config, served, port, when_ready, lambda: reloads.ask())
     commands = WorkersCommands(supervisor, url)
+    reload = None if state is None else partial(reload_workers, state, commands, place)
+    reloads = Reloads(reload, state.file if state is not None and watches else None)
     handover = handover_of_workers(supervisor, port)
     table = {
         **commands_of(commands.observer, commands.change, commands.jobs),
