@@ -212,7 +212,11 @@ def _where(key: Key) -> str:
 
 
 class Observer:
-    """The views of one server, and its history. Thread-safe."""
+    """The views of one server, and its history. Thread-safe.
+
+    While it is open as a context, it looks every 2 s, for the rates of the last minutes and for
+    problems.
+    """
 
     __slots__ = (
         "_ask", "_growth", "_history", "_is_over", "_lock", "_thread", "_told", "_url", "_view",
@@ -232,21 +236,12 @@ class Observer:
         self._thread = threading.Thread(target=self._main, name="ingress-history", daemon=True)
 
     def __enter__(self) -> Self:
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begin to look every 2 s, for the rates of the last minutes and for problems."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the looks."""
         self._is_over.set()
-        if self._thread.ident is not None:
-            self._thread.join(JOIN_S)
+        self._thread.join(JOIN_S)
 
     def _main(self) -> None:
         while not self._is_over.is_set():
