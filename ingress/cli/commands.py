@@ -41,7 +41,7 @@ from ingress.cli.target import (
     refusal,
     refusing,
 )
-from ingress.cli.terminal import LOGGING, OutputOption, console, write
+from ingress.cli.terminal import LOGGING, OutputOption, console, say, write
 from ingress.cli.top_command import top
 from ingress.cli.trace_command import TraceError, traced
 from ingress.cli.writing_commands import new as new_command
@@ -157,7 +157,7 @@ def explain_command(
     else:
         for name, each in explained.items():
             if len(explained) > 1:
-                console.print(f"application {name}", style="bold", highlight=False)
+                console.print(f"application {name}", style="bold")
             show(each, console, diff=diff)
     if fail_on is not None and any(each.count(fail_on) for each in explained.values()):
         raise typer.Exit(1)
@@ -261,7 +261,7 @@ def trace(
     with refusing(TraceError):
         told = traced(application, target, requests or ["/"], number, concurrency, out, svg)
         for line in told:
-            console.print(line, highlight=False, soft_wrap=True)
+            say(line)
 
 
 def main() -> None:

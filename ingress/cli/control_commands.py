@@ -153,7 +153,7 @@ def memory(
     """
     server = chosen(name, pid)
     if not as_json:
-        console.print(f"looks again after {seconds:g} s", style="dim", highlight=False)
+        console.print(f"looks again after {seconds:g} s", style="dim")
     found = ask_server(server, "memory", seconds + ANSWER_S, seconds=seconds)
     if deployment is not None:
         own = [each for each in found if f"/{deployment}#" in each["process"]]
@@ -204,7 +204,7 @@ def profile(
             raise refusal(f"--deployment {deployment}: there is none; name one of {tamed(names)}")
     about = f"looks for {seconds:g} s"
     if not console.is_terminal:
-        console.print(about, style="dim", highlight=False)
+        console.print(about, style="dim")
     columns = TextColumn(about, style="dim"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as it:
         it.add_task("", total=None)

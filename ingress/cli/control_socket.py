@@ -22,12 +22,11 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ingress.core.base.settings import RUNTIME_DIR, is_runtime_folder_named, runtime_folder
 from ingress.telemetry.logs import logger
@@ -213,74 +212,61 @@ class _Handler(socketserver.StreamRequestHandler):
         return done
 
 
-class ControlSocket:
-    """The control socket of this process, while the context is open.
+@contextmanager
+def control_socket(
+    commands: Mapping[str, Command], pid: int | None = None
+) -> Iterator[Path | None]:
+    """Answer commands at the control socket of this process while the context is open.
 
-    `path` is `None` if there can be none: on Windows, or in a folder that cannot be written. Then
-    the log has the reason, and the server serves without it. Its name is the process's id, or
+    Yields its path, `None` if there can be none: on Windows, or in a folder that cannot be written.
+    Then the log has the reason, and the server serves without it. Its name is the process's id, or
     `pid`.
     """
-
-    def __init__(self, commands: Mapping[str, Command], pid: int | None = None) -> None:
-        self.path: Path | None = None
-        self._file: os.stat_result | None = None
-        self._pid = pid or os.getpid()
-        self._commands = commands
-        self._server: _Server | None = None
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
+    with ExitStack() as opened:
+        path: Path | None = None
         if hasattr(socket, "AF_UNIX"):
             try:
-                self._open()
+                path = opened.enter_context(_listening(commands, pid or os.getpid()))
             except OSError as error:
                 logger.warning(
                     "no control socket, so `ingress status` does not find this server: %s%s",
                     error,
                     "" if RUNTIME_DIR in str(error) else f"; set {RUNTIME_DIR} to another folder",
                 )
-        return self
+        yield path
 
-    def _open(self) -> None:
-        folder = made_folder()
-        path = folder / f"{self._pid}{SUFFIX}"
-        # Under another name until it listens: a `.sock` that refuses a connection is stale.
-        waiting = folder / f".{self._pid}"
-        waiting.unlink(missing_ok=True)
-        address: Any = str(waiting)
-        server = _Server(address, _Handler, bind_and_activate=False)
+
+@contextmanager
+def _listening(commands: Mapping[str, Command], pid: int) -> Iterator[Path]:
+    folder = made_folder()
+    path = folder / f"{pid}{SUFFIX}"
+    # Under another name until it listens: a `.sock` that refuses a connection is stale.
+    waiting = folder / f".{pid}"
+    waiting.unlink(missing_ok=True)
+    address: Any = str(waiting)
+    with _Server(address, _Handler, bind_and_activate=False) as server:
+        server.commands = commands
         try:
-            server.commands = self._commands
             server.server_bind()
             waiting.chmod(0o600)
             server.server_activate()
-            self._file = waiting.lstat()
+            file = waiting.lstat()
             waiting.replace(path)
-        except BaseException:
-            server.server_close()
+        finally:
             waiting.unlink(missing_ok=True)
-            raise
-        self.path, self._server = path, server
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=server.serve_forever, args=(0.2,), name="ingress-control-socket", daemon=True
         )
-        self._thread.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._server is None or self._thread is None or self.path is None:
-            return
-        with suppress(OSError):
-            # In another container, with the same folder, another server may have the same id.
-            if self._file is not None and os.path.samestat(self._file, self.path.lstat()):
-                self.path.unlink()
-        self._server.shutdown()
-        self._thread.join(JOIN_S)
-        self._server.server_close()
+        thread.start()
+        try:
+            yield path
+        finally:
+            with suppress(OSError):
+                # In another container, with the same folder, another server may have the same id.
+                if os.path.samestat(file, path.lstat()):
+                    path.unlink()
+            server.shutdown()
+            thread.join(JOIN_S)
 
 
 @dataclass(frozen=True, slots=True)

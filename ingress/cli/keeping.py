@@ -43,7 +43,7 @@ from ingress.app.declaration.build import BuiltDeployment, build
 from ingress.app.declaration.module_app import NotAnApplication
 from ingress.cli.control_socket import SUFFIX, CommandError, RunningServer
 from ingress.cli.target import refusal
-from ingress.cli.terminal import console
+from ingress.cli.terminal import say
 from ingress.cli.worker import Served
 from ingress.core.base.libraries import is_library
 from ingress.core.base.settings import runtime_folder, start_method
@@ -321,7 +321,7 @@ class KeepingProcess:
             _not_applied(format_failed_start(error) if has_cause else str(error))
         else:
             _forget()
-            _say(f"reloaded {names} in {monotonic() - began:.2f} s")
+            say(f"reloaded {names} in {monotonic() - began:.2f} s")
 
 
 def _old_code_in_children(affected: Collection[str]) -> str:
@@ -403,12 +403,8 @@ def _unregistered(namespaces: Iterable[Mapping[str, object]]) -> list[Any]:
 
 
 def _not_applied(text: str) -> str:
-    _say(f"{text}\nnot reloaded: the code before serves on")
+    say(f"{text}\nnot reloaded: the code before serves on")
     return ""
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
 
 
 class KeepingReload(ChangeReload):  # type: ignore[valid-type,misc]
@@ -430,5 +426,5 @@ class KeepingReload(ChangeReload):  # type: ignore[valid-type,misc]
         except (CommandError, OSError) as error:
             reason = f"the process does not tell whether it can reload: {error}"
         if reason:
-            _say(f"restarts: {reason}")
+            say(f"restarts: {reason}")
         return paths if reason else None

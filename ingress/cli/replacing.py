@@ -20,6 +20,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,8 +34,8 @@ from ingress.cli.control_socket import (
 )
 from ingress.cli.sd_notify import notify
 from ingress.cli.target import refusal, refusing
-from ingress.cli.terminal import console, tamed
-from ingress.cli.workers import Asked, Supervisor
+from ingress.cli.terminal import say, tamed
+from ingress.cli.workers import Supervisor
 from ingress.config import HTTPOptions
 from ingress.core.base.settings import Settings
 from ingress.engines import local_engine
@@ -46,27 +47,22 @@ RETIRE_S = 600.0
 """Seconds in which the open connections of a replaced server may end, also streams."""
 
 
-@dataclass(slots=True)
-class Replaced:
-    """The server that is to be replaced, as the new one sees it; `None` for none."""
+def take_over(server: RunningServer) -> None:
+    """Have a server accept no more connections.
 
-    server: RunningServer | None = None
-
-    def retire(self) -> None:
-        """Have it accept no more connections. Ends the program if it refuses: another one does."""
-        if (server := self.server) is None:
-            return
-        try:
-            server.ask("retire", ASK_S, pid=os.getpid())
-        except CommandError as error:
-            raise refusal(tamed(f"server {server.pid} is not replaced: {error}")) from None
-        except OSError:
-            _say(f"server {server.pid} has ended meanwhile")
-        else:
-            _say(f"replaces server {server.pid}, which ends its open connections")
+    Ends the program if it refuses: another one replaces it.
+    """
+    try:
+        server.ask("retire", ASK_S, pid=os.getpid())
+    except CommandError as error:
+        raise refusal(tamed(f"server {server.pid} is not replaced: {error}")) from None
+    except OSError:
+        say(f"server {server.pid} has ended meanwhile")
+    else:
+        say(f"replaces server {server.pid}, which ends its open connections")
 
 
-def replaced_by(options: ServerOptions) -> tuple[Replaced, ServerOptions]:
+def replaced_by(options: ServerOptions) -> tuple[RunningServer | None, ServerOptions]:
     """Return the server that listens at the address of these options, and the options with it.
 
     Ends the program if it cannot be replaced. Without one there is nothing to replace.
@@ -84,24 +80,21 @@ def replaced_by(options: ServerOptions) -> tuple[Replaced, ServerOptions]:
                 raise CommandError(
                     "it is process 1 of its container, which ends with it; replace the container"
                 )
-            return _taken(server, options, *server.ask_for_sockets("replace", ASK_S))
+            return server, _taken(options, *server.ask_for_sockets("replace", ASK_S))
         except (CommandError, OSError) as error:  # it may be one that ends its open connections
             refusals.append(f"server {server.pid} cannot be replaced: {error}")
     if refusals:
         raise refusal(tamed("; ".join(refusals)))
-    _say(f"no server at {wanted} to replace")
-    return Replaced(), options
+    say(f"no server at {wanted} to replace")
+    return None, options
 
 
-def _taken(
-    server: RunningServer, options: ServerOptions, told: Any, sockets: list[int]
-) -> tuple[Replaced, ServerOptions]:
+def _taken(options: ServerOptions, told: Any, sockets: list[int]) -> ServerOptions:
     if not sockets:
-        return Replaced(server), replace(options, replaces=True, shares_port=True)
+        return replace(options, replaces=True, shares_port=True)
     for each in sockets:
         os.set_inheritable(each, True)  # by the workers
-    path = told["uds"]
-    return Replaced(server), replace(options, replaces=True, fd=sockets[0], uds=path)
+    return replace(options, replaces=True, fd=sockets[0], uds=told["uds"])
 
 
 def _place(options: ServerOptions) -> str:
@@ -118,10 +111,6 @@ def _place(options: ServerOptions) -> str:
 
 def _place_of(url: str) -> str:
     return url if url.startswith("unix:") else urlsplit(url).netloc
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -188,9 +177,8 @@ def handover_of_workers(supervisor: Supervisor, port: SharedPort) -> Handover:
     """Return the commands of a server with worker processes."""
 
     def retire(wait_s: float) -> None:
-        asked = Asked("retire", {"wait_s": wait_s})
         port.is_handed_over = True
-        supervisor.post(asked)
-        asked.wait(wait_s + ASK_S)
+        with suppress(CommandError):  # it stops already
+            supervisor.ask("retire", {"wait_s": wait_s}, wait_s + ASK_S)
 
     return Handover(port.shared, retire)

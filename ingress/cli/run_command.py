@@ -21,9 +21,10 @@ from ingress.app.config_file.loading import ConfigFile, is_config_file
 from ingress.app.config_file.reading import ConfigFileError
 from ingress.app.declaration.names import check_names
 from ingress.cli.admin import admin_options
+from ingress.cli.control_socket import RunningServer
 from ingress.cli.keeping import DELAY_S, check_keep
 from ingress.cli.reloading import FileState
-from ingress.cli.replacing import Replaced, replaced_by
+from ingress.cli.replacing import replaced_by
 from ingress.cli.run_options import HTTP, UVICORN, RunOptions
 from ingress.cli.run_server import (
     budget_for,
@@ -34,7 +35,7 @@ from ingress.cli.run_server import (
     start_again_if_needed,
 )
 from ingress.cli.target import read_file, refusal, refusing, reporting_mistakes
-from ingress.cli.terminal import LOGGING, console, print_plan
+from ingress.cli.terminal import LOGGING, print_plan, say
 from ingress.cli.worker import Served
 from ingress.config import LoggingConfig
 from ingress.core.base import gil
@@ -106,7 +107,7 @@ def run(**typed: Any) -> None:
     _check_server(server, options)
     _check_workers(options)
     _check_parser(server)
-    replaced = Replaced()
+    replaced: RunningServer | None = None
     if options.replace:
         if engine == "ray" or options.reload:
             raise refusal("--replace is for a server on the local engine, without --reload")
@@ -273,7 +274,7 @@ def _check_parser(server: ServerOptions) -> None:
         "with --http zttp there are no limits for connections and headers: limit_connections, "
         "max_header_bytes, header_timeout_s. Those for bodies hold for each request"
     )
-    console.print(f"[dim]{text}[/dim]", highlight=False, soft_wrap=True)
+    say(text, style="dim")
 
 
 _OF_CONNECTIONS = {"limit_connections", "max_header_bytes", "header_timeout_s"}
@@ -367,7 +368,7 @@ def _run_on_ray(options: RunOptions, served: Served, settings: Settings) -> None
     )
     if served.file is not None:
         served = replace(served, file=replace(served.file, on_cluster=True))
-    serve_until_ctrl_c(load_targets(served), served, settings, None, "ray", None, Replaced())
+    serve_until_ctrl_c(load_targets(served), served, settings, None, "ray", None, None)
 
 
 def _run_here(
@@ -375,7 +376,7 @@ def _run_here(
     served: Served,
     settings: Settings,
     variables: dict[str, str | None],
-    replaced: Replaced,
+    replaced: RunningServer | None,
 ) -> None:
     local_engine().use(served.server)
     pass_on_handlers()

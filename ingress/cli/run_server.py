@@ -23,7 +23,7 @@ from ingress.app.declaration.build import BuiltApplication, build
 from ingress.app.declaration.cluster_options import check_here
 from ingress.app.declaration.declaration import Application
 from ingress.cli.admin import Admin, resolved
-from ingress.cli.control_socket import Command, ControlSocket
+from ingress.cli.control_socket import Command, RunningServer, control_socket
 from ingress.cli.keeping import KeepingProcess, KeepingReload
 from ingress.cli.reloading import (
     FileState,
@@ -33,16 +33,16 @@ from ingress.cli.reloading import (
     reload_workers,
 )
 from ingress.cli.replacing import (
-    Replaced,
     handover_of_one_process,
     handover_of_workers,
+    take_over,
 )
 from ingress.cli.sd_notify import READY, feed_watchdog, notify
 from ingress.cli.server_commands import change, commands_of, jobs
 from ingress.cli.target import mistake, refusal, refusing
-from ingress.cli.terminal import console, print_plan, ready_lines, showing_start
+from ingress.cli.terminal import console, print_plan, ready_lines, say, showing_start
 from ingress.cli.worker import Served, run_all, work_until_reloaded
-from ingress.cli.worker_commands import WorkersCommands, snapshot_of_workers
+from ingress.cli.worker_commands import WorkersCommands
 from ingress.cli.workers import SILENCE_S, Supervisor
 from ingress.config import LoggingConfig
 from ingress.core.base.ctrl_c import INTERRUPTED, say_stopped
@@ -99,7 +99,7 @@ def start_again_if_needed(
         verb = "was" if len(read) == 1 else "were"
         what = f"{' and '.join(read)} {verb} imported with a thread for every core"
         how = f"starting again with {OMP_NUM_THREADS}={budget.threads}"
-        console.print(f"{what}: {how}", style="dim", highlight=False, soft_wrap=True)
+        say(f"{what}: {how}", style="dim")
         if folder is not None:
             os.chdir(folder)
         export(variables or {})
@@ -129,7 +129,7 @@ def serve_until_ctrl_c(
     budget: ThreadBudget | None,
     engine: str,
     state: FileState | None,
-    replaced: Replaced,
+    replaced: RunningServer | None,
     *,
     watches: bool = False,
 ) -> None:
@@ -174,7 +174,7 @@ def serve_until_ctrl_c(
                     feed_watchdog(server.home.loop)
             print_plan([each.target for each in targets], settings, budget)
             where = "" if engine == "local" else f" on {engine.capitalize()}"
-            _say(ready_lines(targets, current_engine().url(), where), admin.line)
+            say(ready_lines(targets, current_engine().url(), where), admin.line)
             notify(READY)
             reloads.begin()
     except KeyboardInterrupt:  # during the start
@@ -188,31 +188,26 @@ def controlled(commands: Mapping[str, Command] | None, observer: Observer) -> It
     if commands is None:
         yield
         return
-    with ControlSocket(commands) as control:
-        if control.path is not None:
-            line = f"control socket {control.path}"
-            console.print(line, style="dim", highlight=False, soft_wrap=True)
+    with control_socket(commands) as path:
+        if path is not None:
+            say(f"control socket {path}", style="dim")
         with observer:
             yield
 
 
-def _listen(admin: Admin, replaced: Replaced, *, is_ready: bool) -> None:
+def _listen(admin: Admin, replaced: RunningServer | None, *, is_ready: bool) -> None:
     """Have the admin listener begin, before the server starts.
 
     If the server takes the place of another one, which has the address until it retires, both
     happen once this one is ready. Ends the program if the address is busy.
     """
-    if is_ready is (replaced.server is not None):
-        replaced.retire()
+    if is_ready is (replaced is not None):
+        if replaced is not None:
+            take_over(replaced)
         try:
             admin.listen()
         except RuntimeError as error:
             raise refusal(f"--admin: {error}") from None
-
-
-def _say(*lines: str) -> None:
-    for line in filter(None, lines):
-        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> None:
@@ -223,7 +218,7 @@ def _start(targets: Sequence[RunTarget], engine: str, logs: LoggingConfig) -> No
             with showing_start(local_engine().status):
                 run_all(targets)
         else:
-            console.print("starting on Ray, which takes a while", style="dim", highlight=False)
+            console.print("starting on Ray, which takes a while", style="dim")
             run_all(targets, engine, logging_config)  # the Ray engine checks before it starts
     except Exception as error:
         api.shutdown()
@@ -242,7 +237,7 @@ def serve_in_new_processes(
     settings: Settings,
     config: Mapping[str, Any],
     state: FileState | None,
-    replaced: Replaced,
+    replaced: RunningServer | None,
     *,
     watches: bool = False,
     keep: Sequence[str] = (),
@@ -304,36 +299,31 @@ def _supervise(
     line: str,
     state: FileState | None,
     place: WorkersAddress,
-    replaced: Replaced,
+    replaced: RunningServer | None,
     *,
     watches: bool,
 ) -> int:
     """Serve in worker processes. Returns the exit code."""
 
-    def reload_all() -> list[str]:
-        assert state is not None
-        return reload_workers(state, commands, place)
-
-    reload = None if state is None else reload_all
-    reloads = Reloads(reload, state.file if state is not None and watches else None)
-
     def when_ready() -> None:
         _listen(admin, replaced, is_ready=True)
-        _say(line, admin.line)
+        say(line, admin.line)
         notify(READY)
         reloads.begin()
 
     options = resolved(served.server.admin)
     served = replace(served, server=replace(served.server, admin=options))
-    supervisor = Supervisor(config, served, port, when_ready, reloads.ask)
+    supervisor = Supervisor(config, served, port, when_ready, lambda: reloads.ask())
     commands = WorkersCommands(supervisor, url)
+    reload = None if state is None else partial(reload_workers, state, commands, place)
+    reloads = Reloads(reload, state.file if state is not None and watches else None)
     handover = handover_of_workers(supervisor, port)
     table = {
         **commands_of(commands.observer, commands.change, commands.jobs),
         **handover.table(),
         "reload": reloads.command,
     }
-    admin = Admin(partial(snapshot_of_workers, supervisor, url), options, commands.observer)
+    admin = Admin(commands.snapshot, options, commands.observer)
     handover.stop_admin = admin.close
     with (
         controlled(table, commands.observer),

@@ -54,7 +54,7 @@ class Output(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     @property
     def size(self) -> ConsoleDimensions:

@@ -43,6 +43,12 @@ JOIN_S = 1.0
 _ERASE = Control((ControlType.ERASE_IN_LINE, 2), ControlType.CARRIAGE_RETURN)
 
 
+def say(*lines: str, style: str | None = None) -> None:
+    """Print lines, those that are not empty. A long one is not broken."""
+    for line in filter(None, lines):
+        console.print(line, style=style, soft_wrap=True)
+
+
 def tamed(value: Any) -> Any:
     """Return a value of JSON whose texts have no character that is a command to a terminal."""
     match value:
@@ -101,9 +107,9 @@ def _show_start(status: Callable[[], ServeStatus], over: Event) -> None:
             if is_live:
                 # The cursor stays at the beginning of the line: a log record overwrites the line.
                 console.control(_ERASE)
-                console.print(line, end="\r", no_wrap=True, overflow="crop", highlight=False)
+                console.print(line, end="\r", no_wrap=True, overflow="crop")
             else:
-                console.print(line, highlight=False, soft_wrap=True)
+                say(line)
                 pause_s = min(2 * pause_s, MOST_NEWS_S)  # few lines for many replicas
         if is_live and told:
             console.control(_ERASE)
@@ -139,11 +145,11 @@ def print_plan(
             place = row.places[settings.run_sync_in_threadpool]
             callables.add_row(row.what, row.name, row.kind, place.where)
     console.print(deployments, Text(), callables, Text(), sep="\n", end="")
-    console.print(_about_sync(settings) + "\n", highlight=False, soft_wrap=True)
+    say(_about_sync(settings) + "\n")
     if budget is None:  # each replica is a process with the CPUs that Ray gives it
         return
     summary = "\n".join(filter(None, (budget.summary, gil.told())))
-    console.print(summary + "\n", highlight=False, soft_wrap=True)
+    say(summary + "\n")
     if budget.warning:
         console.print(Text.assemble(("Warning:", "yellow"), f" {budget.warning}\n"))
 

@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from multiprocessing import parent_process
@@ -42,7 +42,7 @@ from ingress.app.declaration import module_app
 from ingress.app.declaration.build import with_options
 from ingress.app.declaration.module_app import NotAnApplication
 from ingress.cli.admin import Admin, resolved
-from ingress.cli.control_socket import Command, CommandError, ControlSocket
+from ingress.cli.control_socket import Command, CommandError, control_socket
 from ingress.cli.server_commands import (
     SCALE,
     Changes,
@@ -314,7 +314,9 @@ Keeping = Callable[[Served, Collection[int | None]], Command]
 class ReloadedServer(UvicornServer):
     """uvicorn's server in the process of `--reload`. It prints `line` once it serves."""
 
-    def __init__(self, config: uvicorn.Config, line: str, control: ControlSocket) -> None:
+    def __init__(
+        self, config: uvicorn.Config, line: str, control: AbstractContextManager[object]
+    ) -> None:
         super().__init__(config, owns_socket=False)
         self._line = line
         self._control = control
@@ -360,7 +362,7 @@ def work_until_reloaded(
     commands = _commands_of_the_reloaded(observer)
     if keeping is not None:
         commands["changed"] = keeping(served, threads)
-    control = ControlSocket(commands, os.getppid())
+    control = control_socket(commands, os.getppid())
     try:
         options = resolved(served.server.admin)
         with observer, closing(Admin(local_engine().snapshot, options, observer)) as admin:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from time import monotonic, sleep, time
 from typing import Any
@@ -25,7 +24,7 @@ from ingress.cli.server_commands import (
     Failed,
     JobsAnswer,
 )
-from ingress.cli.workers import Asked, Rolling, Supervisor
+from ingress.cli.workers import Supervisor, WorkerStartsError
 from ingress.observe.live.observer import Observer
 from ingress.observe.live.view import SILENT
 from ingress.observe.timeline.recorder import ASK_S
@@ -37,57 +36,18 @@ APPLY_S = 60.0
 RETRY_S = 0.1
 
 
-class WorkerStartsError(CommandError):
-    """A worker starts, so a command that must reach all workers is sent to none."""
-
-
-def snapshot_of_workers(workers: Supervisor, url: str | None) -> Snapshot:
-    """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
-    asked = Asked("snapshot", {})
-    workers.post(asked)
-    asked.wait(STATUS_S)
-    found = dict(workers.last_snapshots())
-    found |= {pid: each for pid, each in dict(asked.answers).items() if isinstance(each, Snapshot)}
-    silent = sorted(asked.waits_for)
-    # Race with the end of a worker that has just answered: it is added to `ended` with its last
-    # snapshot, and must not be counted twice. So this is read last.
-    ended = workers.ended
-    parts = [each for pid, each in found.items() if pid not in ended.pids]
-    mine = process_snapshot("supervisor", os.getpid())
-    if not parts:
-        parts = [Snapshot(time(), os.getpid())]
-    whole = merged(parts, ended.snapshot)
-    return replace(
-        whole,
-        pid=os.getpid(),
-        url=url,
-        workers=[pid for pid in whole.workers if pid not in silent],
-        silent=silent,
-        processes=[mine, *whole.processes],
-    )
-
-
 def answered_by_all(workers: Supervisor, command: str, **arguments: Any) -> list[Any]:
     """Return the answers of all workers.
 
     Raises `CommandError` if a worker starts, ends, refuses the command or does not answer.
     """
-    asked = _asked(workers, command, APPLY_S, arguments)
+    asked = workers.ask(command, arguments, APPLY_S)
     if asked.waits_for:
         silent = ", ".join(map(str, sorted(asked.waits_for)))
         raise CommandError(f"worker {silent} did not answer within {APPLY_S:g} s")
     if failed := [text for text in asked.answers.values() if isinstance(text, Failed)]:
         raise CommandError(str(failed[0]))
     return list(asked.answers.values())
-
-
-def _asked(workers: Supervisor, command: str, wait_s: float, arguments: Mapping[str, Any]) -> Asked:
-    asked = Asked(command, arguments)
-    workers.post(asked)
-    asked.wait(wait_s)
-    if asked.refusal:
-        raise (WorkerStartsError if asked.is_early else CommandError)(asked.refusal)
-    return asked
 
 
 class WorkersCommands:
@@ -104,7 +64,7 @@ class WorkersCommands:
         wait_s = STATUS_S
         if command in ("record", "memory", "profile"):
             wait_s += argument + ASK_S  # a worker waits so long for its child processes
-        asked = _asked(self.workers, command, wait_s, {"argument": argument})
+        asked = self.workers.ask(command, {"argument": argument}, wait_s)
         told = dict(asked.answers)
         failed = {pid: each for pid, each in told.items() if isinstance(each, Failed)}
         return [each for pid, each in told.items() if pid not in failed], {
@@ -113,17 +73,34 @@ class WorkersCommands:
             **{pid: f"answers with an error: {each}" for pid, each in failed.items()},
         }
 
+    def snapshot(self) -> Snapshot:
+        """Return the sum of all workers now. It blocks, for at most `STATUS_S`."""
+        silent = sorted(self.workers.ask("snapshot", {}, STATUS_S).waits_for)
+        found = self.workers.last_snapshots()  # an answer is one too
+        # Race with the end of a worker that has just answered: it is added to `ended` with its last
+        # snapshot, and must not be counted twice. So this is read last.
+        ended = self.workers.ended
+        parts = [each for pid, each in found.items() if pid not in ended.pids]
+        mine = process_snapshot("supervisor", os.getpid())
+        if not parts:
+            parts = [Snapshot(time(), os.getpid())]
+        whole = merged(parts, ended.snapshot)
+        return replace(
+            whole,
+            pid=os.getpid(),
+            url=self.url,
+            workers=[pid for pid in whole.workers if pid not in silent],
+            silent=silent,
+            processes=[mine, *whole.processes],
+        )
+
     def roll(self, file: ConfigFile, port: SharedPort | None) -> None:
         """Replace all workers, by those of `port` if it is another one.
 
         Raises `CommandError` if the first new one does not start.
         """
         with self._changing:
-            rolling = Rolling(file, port)
-            self.workers.roll(rolling)
-            rolling.is_over.wait()
-        if rolling.error:
-            raise CommandError(rolling.error)
+            self.workers.roll(file, port)
 
     def jobs(self, **arguments: Any) -> JobsAnswer:
         """Answer `ingress jobs`, by one worker: all share the queues."""

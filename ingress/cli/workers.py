@@ -31,6 +31,7 @@ from typing import Any
 import uvicorn
 
 from ingress.app.config_file.loading import ConfigFile
+from ingress.cli.control_socket import CommandError
 from ingress.cli.sd_notify import notify
 from ingress.cli.server_commands import Changes, Failed
 from ingress.cli.worker import LAST_WORDS_S, STARTUP_FAILURE, Served, work
@@ -53,6 +54,10 @@ info = logging.getLogger("ingress").info  # uvicorn's logger has the level WARNI
 spawn = multiprocessing.get_context("spawn")
 
 
+class WorkerStartsError(CommandError):
+    """A worker starts, so a command that must reach all workers is sent to none."""
+
+
 @dataclass(eq=False, slots=True)
 class Asked:
     """One command for all workers. `answers` maps process ids to values, or to an error's text.
@@ -63,17 +68,12 @@ class Asked:
 
     command: str
     arguments: Mapping[str, Any]
-    refusal: str = ""  # the reason if it was sent to no worker
-    is_early: bool = False  # if that is the start of a worker
+    refusal: CommandError | None = None  # if it was sent to no worker
     starting: tuple[int, ...] = ()  # the workers that it was not sent to
     waits_for: set[int] = field(default_factory=set)
     answers: dict[int, Any] = field(default_factory=dict)
     is_answered: threading.Event = field(default_factory=threading.Event)
     is_given_up: bool = False
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the answers; give those up that are still missing then."""
-        self.is_given_up = not self.is_answered.wait(timeout_s)
 
     def answer(self, pid: int, value: Any) -> None:
         if pid in self.waits_for:
@@ -82,9 +82,9 @@ class Asked:
             if not self.waits_for:
                 self.is_answered.set()
 
-    def refuse(self, reason: str, *, is_early: bool = False) -> None:
+    def refuse(self, reason: CommandError) -> None:
         """End it without an answer."""
-        self.refusal, self.is_early = reason, is_early
+        self.refusal = reason
         self.is_answered.set()
 
 
@@ -290,10 +290,18 @@ class Supervisor:
         found = {each.pid: each.snapshot for each in list(self._workers)}
         return {pid: each for pid, each in found.items() if each is not None}
 
-    def post(self, asked: Asked) -> None:
-        """Send a command to all workers. Thread-safe."""
+    def ask(self, command: str, arguments: Mapping[str, Any], wait_s: float) -> Asked:
+        """Send a command to all workers, and wait for the answers; missing ones are given up then.
+
+        Thread-safe. Raises `CommandError` if it was sent to no worker.
+        """
+        asked = Asked(command, arguments)
         self._posted.put(asked)
         self._wake()
+        asked.is_given_up = not asked.is_answered.wait(wait_s)
+        if asked.refusal is not None:
+            raise asked.refusal
+        return asked
 
     def remember(self, wanted: Changes) -> None:
         """Start later workers with these options. Thread-safe: the served is replaced."""
@@ -303,10 +311,16 @@ class Supervisor:
         """Start later workers with this version of the file. Thread-safe."""
         self._served = self._served.with_file(file)
 
-    def roll(self, rolling: Rolling) -> None:
-        """Begin to replace all workers, one after another. Thread-safe: one caller at a time."""
-        self._rolling = rolling
+    def roll(self, file: ConfigFile, port: SharedPort | None) -> None:
+        """Replace all workers, one after another, by those of `port` if it is another one.
+
+        Thread-safe: one caller at a time. Raises `CommandError` with the reason if it ends early.
+        """
+        rolling = self._rolling = Rolling(file, port)
         self._wake()
+        rolling.is_over.wait()
+        if rolling.error:
+            raise CommandError(rolling.error)
 
     def _roll_on(self) -> None:
         """Take the next step of a replacement: start a worker, or stop the one that it replaces."""
@@ -369,12 +383,13 @@ class Supervisor:
             if asked.command == "snapshot" or (is_question and self._code is None):
                 self._send(asked)  # it changes nothing: it goes to the workers that serve
             elif self._code is not None:
-                asked.refuse("the server stops")
+                asked.refuse(CommandError("the server stops"))
             elif late:
-                asked.refuse(f"worker {late[0]} does not answer; nothing was changed")
+                text = f"worker {late[0]} does not answer; nothing was changed"
+                asked.refuse(CommandError(text))
             elif starting:
                 text = f"worker {starting[0]} starts; try again when all workers are ready"
-                asked.refuse(text, is_early=True)
+                asked.refuse(WorkerStartsError(text))
             else:
                 self._send(asked)
 

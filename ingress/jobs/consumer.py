@@ -85,7 +85,7 @@ class QueueConsumer:
         self._is_stopping = False
         self._home: EventLoopThread | None = None
         self._looking: asyncio.Task[None] | None = None
-        self._counts: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
         self.ended: dict[str, int] = {}
 
     # Any thread.
@@ -94,10 +94,6 @@ class QueueConsumer:
         """Begin to take jobs."""
         home = self._home = EventLoopThread(f"ingress-jobs-{self.queue}")
         home.mailbox.post(self._begin, home.loop)
-
-    @property
-    def counts(self) -> dict[str, float]:
-        return self._counts
 
     def waiting(self) -> int:
         """Return the number of jobs that wait for a slot, for autoscaling."""
@@ -191,7 +187,7 @@ class QueueConsumer:
                     "jobs of the queue %r whose process died run again: %d", self.queue, found
                 )
         await asyncio.wrap_future(store.write(table.expire))
-        self._counts = await asyncio.wrap_future(store.read(table.counts, self.queue))
+        self.counts = await asyncio.wrap_future(store.read(table.counts, self.queue))
 
     async def _look(self, loop: asyncio.AbstractEventLoop) -> float:
         """Begin the jobs that there are slots for. Returns the seconds until the next look."""

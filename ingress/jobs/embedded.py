@@ -66,20 +66,13 @@ class EmbeddedTaskProcessorAdapter(TaskProcessorAdapter):
         """Return the consumer of the queue, whose jobs become such calls."""
         return QueueConsumer(self._config, self._options, self._opened, calls, room, slots_of)
 
-    def register_task_handle(self, func: Callable[..., Any], name: str | None = None) -> NoReturn:
-        raise self._no_consumer()
-
-    def start_consumer(self, **kwargs: Any) -> NoReturn:
-        raise self._no_consumer()
-
-    def stop_consumer(self, timeout: float = 10.0) -> NoReturn:
-        raise self._no_consumer()
-
-    def _no_consumer(self) -> TypeError:
-        return TypeError(
+    def _no_consumer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
             "the embedded store runs jobs as calls of a deployment; put "
             f"@task_consumer(task_processor_config={self._config!r}) on its class"
         )
+
+    register_task_handle = start_consumer = stop_consumer = _no_consumer
 
     def enqueue_task_sync(
         self, task_name: str, args: Any = None, kwargs: Any = None, **options: Any

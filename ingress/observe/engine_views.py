@@ -7,6 +7,7 @@ code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,13 +27,10 @@ def listen(server: Server, options: AdminOptions, /) -> tuple[str, Callable[[], 
 
     observer = Observer(partial(parts_of, server))
     listener = AdminListener(partial(snapshot_of, server), options, routes(observer))
-    observer.start()
-
-    def stop() -> None:
-        listener.stop()
-        observer.stop()
-
-    return listener.url, stop
+    views = ExitStack()
+    views.enter_context(observer)
+    views.callback(listener.stop)
+    return listener.url, views.close
 
 
 def record(path: str, /) -> tuple[Window, Instrument]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, TypedDict
+from typing import Any
 
 from ingress.serving.processes.process_host import ProcessHost
 from ingress.serving.replicas.replica import Replica
@@ -102,33 +102,9 @@ def _add(
                     call["where"], call["line"] = found["where"], found["line"]
 
 
-class LinesOfReplica(TypedDict):
-    """The last log lines of a replica, the oldest first."""
+def last_lines() -> dict[tuple[int, str, str, str], list[LogLine]]:
+    """Return the last log lines of the replicas of this process, the oldest first.
 
-    application: str
-    deployment: str
-    replica: str
-    lines: list[LogLine]
-
-
-class LinesPart(TypedDict):
-    """The last log lines of the replicas of one process."""
-
-    pid: int
-    replicas: list[LinesOfReplica]
-
-
-def last_lines() -> LinesPart:
-    """Return the last log lines of the replicas of this process."""
-    return {
-        "pid": os.getpid(),
-        "replicas": [
-            {
-                "application": application,
-                "deployment": deployment,
-                "replica": replica,
-                "lines": lines,
-            }
-            for (application, deployment, replica), lines in LAST_LINES.all().items()
-        ],
-    }
+    They are by the id of the process, application, deployment and replica.
+    """
+    return {(os.getpid(), *key): lines for key, lines in LAST_LINES.all().items()}

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from ingress.config import HTTPOptions
 from ingress.core.base.counters import UserMetric, merged_metrics
@@ -85,41 +85,23 @@ def process_snapshot(name: str, pid: int) -> ProcessSnapshot:
     return ProcessSnapshot(name, pid, *process_facts(pid))
 
 
-@dataclass(slots=True)
-class StallSnapshot:
-    """A stall of an event loop, see `watchdog.Stall`. `text` is its log record."""
-
-    began_at_s: float
-    duration_ms: float
-    reason: str
-    loop: str
-    application: str
-    deployment: str
-    replica: str
-    method: str
-    request_ids: list[str]
-    file: str
-    line: int
-    is_over: bool
-    text: str
-
-
-def _stall(stall: Stall) -> StallSnapshot:
-    return StallSnapshot(
-        stall.began_at_s,
-        stall.duration_ms,
-        stall.reason.value,
-        stall.loop,
-        stall.application,
-        stall.deployment,
-        stall.replica,
-        stall.method,
-        list(stall.request_ids),
-        stall.place.file,
-        stall.place.line,
-        stall.is_over,
-        str(stall),
-    )
+def _stall(stall: Stall) -> dict[str, Any]:
+    """Return a stall of an event loop, see `watchdog.Stall`. `text` is its log record."""
+    return {
+        "began_at_s": stall.began_at_s,
+        "duration_ms": stall.duration_ms,
+        "reason": stall.reason.value,
+        "loop": stall.loop,
+        "application": stall.application,
+        "deployment": stall.deployment,
+        "replica": stall.replica,
+        "method": stall.method,
+        "request_ids": list(stall.request_ids),
+        "file": stall.place.file,
+        "line": stall.place.line,
+        "is_over": stall.is_over,
+        "text": str(stall),
+    }
 
 
 @dataclass(slots=True)
@@ -138,7 +120,7 @@ class Snapshot:
     processes: list[ProcessSnapshot] = field(default_factory=list)
     applications: dict[str, ApplicationSnapshot] = field(default_factory=dict)
     unrouted: list[HTTPCount] = field(default_factory=list)
-    stalls: list[StallSnapshot] = field(default_factory=list)
+    stalls: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[UserMetric] = field(default_factory=list)
 
 
@@ -204,7 +186,9 @@ def merged(parts: Sequence[Snapshot], left: Snapshot | None = None) -> Snapshot:
         [process for part in parts for process in part.processes],
         merged_applications(parts, left),
         summed_http(part.unrouted for part in everything),
-        sorted((each for part in parts for each in part.stalls), key=lambda each: each.began_at_s),
+        sorted(
+            (each for part in parts for each in part.stalls), key=lambda each: each["began_at_s"]
+        ),
         merged_metrics(each.metrics for each in everything),
     )
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from ingress.cli.cluster_commands import are_healthy
 from ingress.cli.control_socket import (
     MOST_BYTES,
     CommandError,
-    ControlSocket,
     RunningServer,
+    control_socket,
     running_servers,
     shown_line,
 )
@@ -108,9 +108,9 @@ def echo(arguments: Mapping[str, Any]) -> Any:
 @contextmanager
 def echoing() -> Iterator[Path]:
     """Answer commands at the control socket, of which this is the path."""
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path is not None
-        yield control.path
+    with control_socket({"echo": echo}) as path:
+        assert path is not None
+        yield path
 
 
 def stale(path: Path) -> Path:
@@ -200,8 +200,8 @@ def test_a_folder_that_others_may_write_has_no_socket(
 ) -> None:
     runtime.mkdir(mode=0o700)
     runtime.chmod(0o777)
-    with ControlSocket({"echo": echo}) as control:
-        assert control.path is None
+    with control_socket({"echo": echo}) as path:
+        assert path is None
     assert f"set {RUNTIME_DIR} to another folder" in caplog.text
 
 
@@ -291,8 +291,8 @@ def test_nothing_in_a_folder_that_others_could_have_made_is_asked_or_deleted(
             else:
                 assert (told.exit_code, told.stdout) == (1, "")
                 assert f"Error: {text}" in told.stderr
-        with ControlSocket({"echo": echo}) as control:
-            assert control.path is None
+        with control_socket({"echo": echo}) as path:
+            assert path is None
         assert asked == []
     assert dead.is_socket()
     assert problem in caplog.text
@@ -347,15 +347,15 @@ def test_files_that_are_no_sockets_of_ours_are_neither_asked_nor_deleted(runtime
 
 
 def test_a_server_that_ends_leaves_the_socket_of_one_that_has_taken_its_name(runtime: Path) -> None:
-    with ControlSocket({"echo": echo}, pid=1):
-        with ControlSocket({"echo": echo}, pid=1) as later:  # in another container
-            assert later.path is not None
-            of_later = later.path.stat()
-            with ControlSocket({"echo": echo}, pid=1) as last:
-                assert last.path is not None
-                assert not os.path.samestat(last.path.stat(), of_later)
-                ControlSocket.__exit__(later, None, None, None)
-                assert RunningServer(1, last.path).ask("echo", a=1) == {"a": 1}
+    with control_socket({"echo": echo}, pid=1), ExitStack() as later:
+        path = later.enter_context(control_socket({"echo": echo}, pid=1))  # in another container
+        assert path is not None
+        of_later = path.stat()
+        with control_socket({"echo": echo}, pid=1) as last:
+            assert last is not None
+            assert not os.path.samestat(last.stat(), of_later)
+            later.close()
+            assert RunningServer(1, last).ask("echo", a=1) == {"a": 1}
 
 
 EVIL = "\x1b]0;it\x07\x1b[2J\x9b31m\u202egpj\r\x08\x7f\ud800"
@@ -460,7 +460,7 @@ def test_a_server_is_found_scaled_and_stopped(
         assert [*told["applications"]] == ["one", "two", "auto"]
 
         # Of several servers, none is taken at random. This process is the other one.
-        with ControlSocket({"view": lambda _: {**told, "pid": os.getpid(), "applications": []}}):
+        with control_socket({"view": lambda _: {**told, "pid": os.getpid(), "applications": []}}):
             with pytest.raises(typer.Exit):
                 control_commands.stop()
             refused = capsys.readouterr().err

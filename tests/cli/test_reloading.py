@@ -321,9 +321,9 @@ def test_changed_options_of_http_replace_the_workers_which_may_move(
 ) -> None:
     path = folder / "serve.yaml"
     limited = written(path, FILE, (HTTP, "http_options: {port: 0, max_body_size: 100}")).path
-    command = [*INGRESS, "run", limited.name, "--workers", "2"]
+    command = [*INGRESS, "run", limited.name, "--workers", "2", "--admin", "127.0.0.1:0"]
     with process(command, folder, environment(folder)) as server:
-        server.wait_for("Ctrl-C to stop")
+        admin = server.wait_for(r"page at (http://127\.0\.0\.1:\d+/)")[1]
         url = server.url
         assert post(url) == 200
 
@@ -349,6 +349,8 @@ def test_changed_options_of_http_replace_the_workers_which_may_move(
         assert reload(runtime, server) == ["workers replaced: http_options changed"]
         there = status(runtime, server)["url"]
         assert there.startswith("http://127.0.0.2:")
+        snapshot = httpx.get(f"{admin}api/snapshot", trust_env=False, timeout=PATIENCE_S).json()
+        assert snapshot["url"] == there
         assert post(there) == 200
         with pytest.raises(httpx.ConnectError):
             post(url)

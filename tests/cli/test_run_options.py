@@ -273,6 +273,7 @@ def test_a_parser_that_is_asked_for_serves_and_bodies_have_their_limit(
                 answer = client.post("/size", content=body)
                 assert (answer.status_code, answer.http_version) == (status, version)
         assert ("no limits for connections" in server.output) == ("zttp" in words)
+        assert "[dim]" not in server.output
 
 
 @pytest.mark.thorough

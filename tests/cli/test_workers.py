@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from uvicorn import Config
 
-from ingress.cli.workers import Asked, Supervisor
+from ingress.cli.workers import Supervisor
 from tests.programs import INGRESS, ServerProcess, environment, process, run_ingress, write_module
 from tests.reliability.figures import Figures
 from tests.servers import PATIENCE_S, Connection, get, wait_until
@@ -239,12 +239,10 @@ def test_an_unanswered_command_that_its_caller_gave_up_is_forgotten() -> None:
     process = SimpleNamespace(pid=1, is_alive=lambda: True)
     late: Any = SimpleNamespace(pid=1, process=process, is_ready=True, is_late=True, answers=[])
     supervisor._workers.append(late)
-    asked = Asked("snapshot", {})
-    supervisor.post(asked)
+    asked = supervisor.ask("snapshot", {}, 0)
     supervisor._send_posted()
     assert asked in supervisor._asked.values()
 
-    asked.wait(0)
     supervisor._take_answers(late)
 
     assert asked.waits_for == {1}

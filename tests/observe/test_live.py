@@ -484,19 +484,17 @@ def test_the_observer_looks_for_the_rates_by_itself_and_ends(place: Place) -> No
         looked.count_down()
         return parts_of(local_engine(), what, argument)
 
-    observer = Observer(ask)
-    observer.start()
-    looked.wait()
-    get(port, "/fails")
-    looks: list[DeploymentView] = []
+    observer, looks = Observer(ask), list[DeploymentView]()
 
     def has_errors() -> float:
         looks.append(observer.look()["applications"][0]["deployments"][0])
         return looks[-1]["errors"]
 
-    wait_until(has_errors)
-    deployment = looks[-1]  # a later look may have rates of another time
-    observer.stop()
+    with observer:
+        looked.wait()
+        get(port, "/fails")
+        wait_until(has_errors)
+        deployment = looks[-1]  # a later look may have rates of another time
 
     assert deployment["rate"] == deployment["errors"] > 0
     assert "ingress-history" not in [each.name for each in threading.enumerate()]

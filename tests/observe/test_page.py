@@ -168,10 +168,12 @@ def test_a_recording_of_a_worker_may_come_later_than_a_status(
     class Supervisor:
         pid = 1
 
-        def post(self, asked: workers.Asked) -> None:
-            asked.waits_for.add(7)
+        def ask(self, command: str, arguments: Any, wait_s: float) -> workers.Asked:
+            asked = workers.Asked(command, arguments, waits_for={7})
             told = {"pid": 7, "trace": "{}"}
             threading.Timer(0.3, asked.answer, (7, told)).start()
+            asked.is_answered.wait(wait_s)
+            return asked
 
     commands = worker_commands.WorkersCommands(cast("Any", Supervisor()), None)
     assert commands.observer.record(0.01) == ("{}", [])

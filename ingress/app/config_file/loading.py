@@ -129,16 +129,15 @@ class ConfigFile:
         except (NotAnApplication, RayServeException) as error:
             place = self.top.at((*where, "import_path"))
             raise ConfigFileError([f"{self.path}:{place}: {error}"]) from None
-        overrides: dict[str, Mapping[str, object]] = {}
         application = written
         for index, each in enumerate(config.deployments):
             given = each.overriding()
-            overrides[each.name] = given if self.on_cluster else without_cluster_options(given)
+            options = given if self.on_cluster else without_cluster_options(given)
             try:
                 # One after another, so that a mistake is at the place of its deployment.
                 application = with_options(
                     application,
-                    {each.name: overrides[each.name]},
+                    {each.name: options},
                     {each.name: self._origins((*where, "deployments", index), given)},
                 )
                 build(application, config.name, acts_on_all=True)

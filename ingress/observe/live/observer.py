@@ -25,7 +25,7 @@ from ingress.observe.live.view import Problem, View, view_of
 from ingress.observe.timeline.sampling import Profile, merged_traces, profile, record
 from ingress.serving.control.running import RunningApplication
 from ingress.serving.http.server_options import ServerOptions
-from ingress.state.looking import LinesPart, LogLine, Look, last_lines, look_at, replicas_of
+from ingress.state.looking import LogLine, Look, last_lines, look_at, replicas_of
 from ingress.state.memory import MemoryOfProcess, memory
 from ingress.state.server import HTTPSide, Server, snapshot_of
 
@@ -212,7 +212,11 @@ def _where(key: Key) -> str:
 
 
 class Observer:
-    """The views of one server, and its history. Thread-safe."""
+    """The views of one server, and its history. Thread-safe.
+
+    While it is open as a context, it looks every 2 s, for the rates of the last minutes and for
+    problems.
+    """
 
     __slots__ = (
         "_ask", "_growth", "_history", "_is_over", "_lock", "_thread", "_told", "_url", "_view",
@@ -232,21 +236,12 @@ class Observer:
         self._thread = threading.Thread(target=self._main, name="ingress-history", daemon=True)
 
     def __enter__(self) -> Self:
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begin to look every 2 s, for the rates of the last minutes and for problems."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the looks."""
         self._is_over.set()
-        if self._thread.ident is not None:
-            self._thread.join(JOIN_S)
+        self._thread.join(JOIN_S)
 
     def _main(self) -> None:
         while not self._is_over.is_set():
@@ -334,15 +329,12 @@ class Observer:
         self, process: int, application: str, deployment: str, replica: str, request_id: str = ""
     ) -> list[LogLine]:
         """Return the last log lines of a replica, or those of them that a request has made."""
-        parts: list[LinesPart]
+        parts: list[dict[tuple[int, str, str, str], list[LogLine]]]
         parts, _ = self._ask("lines")
-        names = (process, application, deployment, replica)
         return [
             line
             for part in parts
-            for each in part["replicas"]
-            if (part["pid"], each["application"], each["deployment"], each["replica"]) == names
-            for line in each["lines"]
+            for line in part.get((process, application, deployment, replica), ())
             if not request_id or request_id in line["request_ids"]
         ]
 
