@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -344,6 +345,20 @@ def test_classes_of_a_notebook_cross_in_arguments_results_and_errors(tmp_path: P
         check=False,
     )
     assert ran.stdout == "as in a module\n", ran.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="needs cloudpickle")
+def test_locks_of_a_class_that_no_module_has_arrive_unlocked_and_of_their_kind() -> None:
+    locks = threading.Lock(), threading.RLock()
+
+    @serve.deployment(isolation="process")
+    class Local:
+        async def __call__(self) -> list[list[bool]]:
+            return [[each.acquire(blocking=False) for _ in range(2)] for each in locks]
+
+    with locks[0], locks[1]:
+        handle = serve.run(Local.bind(), route_prefix=None)
+    assert handle.remote().result() == [[True, False], [True, True]]
 
 
 # Starts that fail.
