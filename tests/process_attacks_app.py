@@ -11,6 +11,7 @@ import asyncio
 import os
 import pickle
 import random
+import select
 import socket
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -305,6 +306,13 @@ class Target(Methods):
 @serve.ingress(app)
 class Web(Methods):
     """The same behind HTTP."""
+
+    @app.get("/take/{server}")
+    async def take(self, server: int) -> None:
+        """Take the length, number and kind of the next frame: the loop reads the rest as one."""
+        with link(server) as found:
+            select.select([found], [], [])
+            found.recv(HEAD.size - 1)
 
     @app.get("/attack/{server}/{name}")
     async def attacked(self, server: int, name: str) -> None:

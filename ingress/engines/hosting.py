@@ -517,8 +517,7 @@ class CombinedApp(ProxyApp):
             engine.lender = None
 
     async def _end_starts(self) -> Left | None:
-        engine = self._engine
-        if engine.apps.starting:
-            await asyncio.to_thread(engine.shutdown, 0.0)
+        if self._engine.apps.starting:
+            await asyncio.to_thread(self._engine.shutdown, 0.0)
             return None
-        return engine.http.proxy, list(engine.applications.values())
+        return self.proxy, list(self._engine.applications.values())

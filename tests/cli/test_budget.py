@@ -302,6 +302,18 @@ def test_run_gives_numpy_the_threads_it_prints(tmp_path: Path, at_import: str) -
     assert ("starting again with OMP_NUM_THREADS=1" in output) == (bool(at_import) and cores > 1)
 
 
+def test_a_restart_for_numpy_is_in_the_folder_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "apps").mkdir()
+    cores = int(available_cores())
+    write_module(tmp_path / "apps", "svd", SVD.format(calls=cores, at_import="import numpy"))
+    (tmp_path / "serve.yaml").write_text(
+        "applications:\n- {name: svd, import_path: 'svd:svd', runtime_env: {working_dir: apps}}\n"
+    )
+    with ingress_run(tmp_path, "serve.yaml", environ=unset(tmp_path)) as server:
+        server.wait_for("is ready")
+        assert ("starting again with OMP_NUM_THREADS=1" in server.output) == (cores > 1)
+
+
 ENVIRONMENT = """
 import os
 import ingress as serve

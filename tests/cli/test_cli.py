@@ -445,6 +445,7 @@ app = old.bind()
 
 WRAPPED = """
 import functools
+from types import SimpleNamespace
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -456,6 +457,11 @@ import ingress as serve
 app = FastAPI()
 
 class Named(BaseHTTPMiddleware):
+    def __init__(self, app):
+        super().__init__(app)
+        self.outermost = self  # a way back, and settings that are never called
+        self.settings = SimpleNamespace(app=app)
+
     async def dispatch(self, request, call_next):
         response = await call_next(request)
         response.headers["x-path"] = request.url.path

@@ -308,6 +308,7 @@ def test_workers_are_replaced_one_after_another_without_a_lost_request(
             over.set()
             asking.join(PATIENCE_S)
         assert {*codes} == {200}
+        assert "another one starts" not in server.output
         assert os.environ.get("FROM_FILE") is None
 
 

@@ -188,6 +188,7 @@ def test_a_worker_that_is_killed_is_replaced_and_none_is_left_behind(folder: Pat
         server.signal()
         assert server.wait() == 0
         assert "Traceback" not in server.output
+        assert "it is killed" not in server.output  # they end by SIGTERM
     wait_until(partial(have_gone, pids))
 
 

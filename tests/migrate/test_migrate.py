@@ -296,6 +296,15 @@ def test_what_has_no_counterpart_is_told_by_line_with_what_to_write(
     written(tmp_path, source)
 
 
+def test_the_lines_told_by_a_write_are_those_of_the_file_as_it_is_now(tmp_path: Path) -> None:
+    source = "import ray\nfrom ray import (\n    serve,\n)\nray.get(1)\n"
+    (tmp_path / "main.py").write_text(source)
+    assert "main.py:5:1: `ray.get`" in invoke(tmp_path, "migrate", "main.py").output
+    assert "main.py:3:1: `ray.get`" in invoke(tmp_path, "migrate", "main.py", "--write").output
+
+    assert (tmp_path / "main.py").read_text().splitlines()[2] == "ray.get(1)"
+
+
 @pytest.mark.parametrize("case", KEPT)
 def test_a_name_that_is_used_in_any_other_way_keeps_its_import(tmp_path: Path, case: str) -> None:
     source = f"from ray import serve\n{KEPT[case].lstrip()}\n"

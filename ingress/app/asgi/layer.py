@@ -38,13 +38,16 @@ class Layer:
         await self.app(scope, receive, send)
 
 
-def layers_around(found: object, kind: type, depth: int = _DEPTH) -> list[tuple[object, str]]:
+def layers_around(
+    found: object, kind: type, around: tuple[object, ...] = ()
+) -> list[tuple[object, str]]:
     """Return the objects around the one of a kind, the outermost first, with their attributes.
 
     The list is empty if there is none, or more than one, or one that keeps a method of itself: a
-    copy would call the original by it. No code of the objects runs.
+    copy would call the original by it. No code of the objects runs. `around` are the objects that
+    led to `found`: references back to them are no ways to the one of that kind.
     """
-    own = attributes_of(found)
+    own, within = attributes_of(found), (*around, found)
     if any(
         isinstance(each, MethodType) and each.__self__ is found and name != _DISPATCH
         for name, each in own.items()
@@ -54,8 +57,9 @@ def layers_around(found: object, kind: type, depth: int = _DEPTH) -> list[tuple[
     for name, each in own.items():
         if isinstance(each, kind):
             ways.append([(found, name)])
-        elif depth and callable(each) and not isinstance(each, type):
-            inner = layers_around(each, kind, depth - 1)
+        elif len(around) < _DEPTH and callable(each) and not isinstance(each, type):
+            is_back = any(each is outer for outer in within)
+            inner = [] if is_back else layers_around(each, kind, within)
             ways += [[(found, name), *inner]] if inner else []
     return ways[0] if len(ways) == 1 else []
 

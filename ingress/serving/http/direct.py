@@ -120,12 +120,7 @@ class Direct:
         reply.event = self
         proxy.in_flight.begin(reply)
         reply.on(READ)
-        try:
-            router.assign(reply.call)
-        except BaseException as error:  # of a policy of the user's: a task raises it again
-            reply.came = error
-            if reply.event is self:  # else it is a task's by now
-                self.set_result(None)
+        router.assign(reply.call)
 
     def set_result(self, _: None) -> None:
         """Send what has come, or hand over to a task."""

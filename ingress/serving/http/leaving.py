@@ -29,12 +29,15 @@ _CLOSE = (b"connection", b"close")
 # A program for the kernel's packet filter, on the listening socket: drop packets with SYN and
 # without ACK, which ask for a connection.
 _FLAGS_OF_TCP, _SYN, _SYN_OR_ACK = 13, 0x02, 0x12
-_NO_SYN = (
-    (0x30, 0, 0, _FLAGS_OF_TCP),  # load the byte of flags
-    (0x54, 0, 0, _SYN_OR_ACK),  # and
-    (0x15, 0, 1, _SYN),  # if equal go on, else skip one
-    (0x06, 0, 0, 0),  # drop the packet
-    (0x06, 0, 0, 0xFFFFFFFF),  # keep the packet
+_STATEMENT, _JUMP, _LINE_BYTES = "HxxI", "HxBI", 8  # only a jump has a number of lines to skip
+_NO_SYN = b"".join(
+    (
+        struct.pack(_STATEMENT, 0x30, _FLAGS_OF_TCP),  # load the byte of flags
+        struct.pack(_STATEMENT, 0x54, _SYN_OR_ACK),  # and
+        struct.pack(_JUMP, 0x15, 1, _SYN),  # if equal go on, else skip one
+        struct.pack(_STATEMENT, 0x06, 0),  # drop the packet
+        struct.pack(_STATEMENT, 0x06, 0xFFFFFFFF),  # keep the packet
+    )
 )
 _SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h; Python has no name for it
 
@@ -67,13 +70,12 @@ def refuse_handshakes(listening: socket.socket) -> None:
     """
     if sys.platform != "linux" or listening.family == socket.AF_UNIX:
         return
-    program = b"".join(struct.pack("HBBI", *line) for line in _NO_SYN)
-    code = ctypes.create_string_buffer(program)
+    code = ctypes.create_string_buffer(_NO_SYN)
     try:
         listening.setsockopt(
             socket.SOL_SOCKET,
             _SO_ATTACH_FILTER,
-            struct.pack("HP", len(_NO_SYN), ctypes.addressof(code)),
+            struct.pack("HP", len(_NO_SYN) // _LINE_BYTES, ctypes.addressof(code)),
         )
     except OSError:
         pass  # a sandbox without filters: as on other systems

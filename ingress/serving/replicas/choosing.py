@@ -274,8 +274,8 @@ class Chooser:
                 ranks = self._policy.rank(candidates, request)
                 if self._place(call, _slots_of(ranks)):
                     break
-            except Exception as error:  # of the user's policy: the caller gets it
-                self._fail(call, error)
+            except BaseException as error:  # of the user's policy: the caller gets it
+                self._fail_by_policy(call, error)
                 break
             if candidates is self._candidates:
                 break
@@ -318,8 +318,10 @@ class Chooser:
             return
         error = task.exception()
         if error is not None:
-            shown = error if isinstance(error, Exception) else UserCodeExit(error, self._name)
-            self._fail(call, shown)
+            self._fail_by_policy(call, error)
+
+    def _fail_by_policy(self, call: Call, error: BaseException) -> None:
+        self._fail(call, error if isinstance(error, Exception) else UserCodeExit(error, self._name))
 
     def close(self) -> None:
         """End the policy's loop. A policy that blocks is left behind in its daemon thread."""

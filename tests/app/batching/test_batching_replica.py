@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -160,11 +162,14 @@ def test_a_loop_that_user_code_makes_for_itself_in_a_replica_works_as_well(
 
         def __call__(self, x: int) -> Any:
             async def main() -> Any:
+                loops.append(weakref.ref(asyncio.get_running_loop()))
                 return await self.double(x)
 
             return asyncio.run(main())
 
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
     assert results([run(bind(K)).remote(2)]) == [(4, "K")]
+    wait_until(lambda: gc.collect() >= 0 and loops[0]() is None)
 
 
 # Context of a batch

@@ -590,6 +590,8 @@ def test_each_value_is_shown_with_its_origin(folder: Path) -> None:
     assert found["applications[1].deployments[0].num_replicas"] == (2, "code", "")
     variable = found["applications[0].runtime_env.env_vars.FROM_FILE"]
     assert variable == ("xy", "file", "serve.yaml:9:27")
+    folder_of_one = found["applications[0].runtime_env.working_dir"]
+    assert folder_of_one == ("elsewhere", "file", "serve.yaml:10:18")
     # As in Ray, the file's variables replace those of the environment.
     assert found["environment.INGRESS_FREEZE_GC"] == (0, "file", "env_vars INGRESS_FREEZE_GC")
 

@@ -459,6 +459,8 @@ class Listeners:
         while not await request.is_disconnected():
             await asyncio.sleep(0.001)
         self.seen.append("told")
+        if serve.cancellation().requested:  # before it is cancelled, which comes later
+            self.seen.append("requested")
 
 
 def listeners(*, middleware: bool = False) -> tuple[Listeners, int]:
@@ -492,7 +494,9 @@ def test_an_application_that_listens_is_told_of_the_disconnect_and_ends_by_itsel
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("path", "end"), [("waits", ["told", "cancelled"]), ("asks", ["told"])])
+@pytest.mark.parametrize(
+    ("path", "end"), [("waits", ["told", "cancelled"]), ("asks", ["told", "requested"])]
+)
 def test_an_endpoint_that_asks_before_its_answer_is_told_and_ends_by_itself(
     path: str, end: list[str]
 ) -> None:

@@ -381,7 +381,7 @@ def test_a_mounted_application_is_found_under_its_mount(separate: str, has_lifes
 
 def test_a_websocket_to_no_application_is_refused() -> None:
     port = served(named("b"), "b", "/b")
-    for path in ("/absent", "/b"):  # a plain deployment accepts none either
+    for path in ("/absent", "/-/livez", "/b"):  # a plain deployment accepts none either
         with Connection(port) as connection:
             connection.request(path, headers=UPGRADE)
             assert connection.receive_until(b"\r\n").startswith(b"HTTP/1.1 403")

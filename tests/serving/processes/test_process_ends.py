@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,7 @@ from ingress.exceptions import ReplicaUnavailableError
 from tests import large_app, process_app, process_attacks_app
 from tests.process_app import pids
 from tests.programs import environment, process, write_module
-from tests.servers import PATIENCE_S, overview, served, wait_until
+from tests.servers import PATIENCE_S, ongoing, overview, served, wait_until
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -100,6 +101,20 @@ def test_a_request_that_writes_to_the_link_of_its_child_is_503_and_names_the_fra
     assert answer.status_code == 503
     assert "was ended, because it sent a frame of 2147483648 bytes" in answer.text
     assert httpx.get(f"{url}/pid", timeout=PATIENCE_S).json() != before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_a_child_that_takes_from_its_link_ends_and_logs_what_its_loop_was_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = f"http://127.0.0.1:{served(process_attacks_app.web)}"
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(httpx.get, f"{url}/take/{os.getpid()}", timeout=PATIENCE_S)
+        wait_until(lambda: ongoing() == 1)
+        httpx.get(f"{url}/pid", timeout=PATIENCE_S)  # its frame
+        taking.result()
+
+    wait_until(lambda: "Web#0: its server sent a frame of" in caplog.text)
 
 
 @pytest.mark.reliability("P05")
@@ -344,6 +359,20 @@ def test_classes_of_a_notebook_cross_in_arguments_results_and_errors(tmp_path: P
         check=False,
     )
     assert ran.stdout == "as in a module\n", ran.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="needs cloudpickle")
+def test_locks_of_a_class_that_no_module_has_arrive_unlocked_and_of_their_kind() -> None:
+    locks = threading.Lock(), threading.RLock()
+
+    @serve.deployment(isolation="process")
+    class Local:
+        async def __call__(self) -> list[list[bool]]:
+            return [[each.acquire(blocking=False) for _ in range(2)] for each in locks]
+
+    with locks[0], locks[1]:
+        handle = serve.run(Local.bind(), route_prefix=None)
+    assert handle.remote().result() == [[True, False], [True, True]]
 
 
 # Starts that fail.

@@ -16,7 +16,12 @@ import pytest
 import ingress as serve
 from ingress.core.base.types import DeploymentID
 from ingress.engines import local_engine
-from ingress.exceptions import BackPressureError, RequestCancelledError, RequestCycleError
+from ingress.exceptions import (
+    BackPressureError,
+    RequestCancelledError,
+    RequestCycleError,
+    UserCodeExit,
+)
 from ingress.request_router import (
     ConsistentHashRouter,
     PendingRequest,
@@ -24,10 +29,11 @@ from ingress.request_router import (
     RequestRouter,
     RoundRobinRouter,
     RunningReplica,
+    SyncRequestRouter,
 )
 from ingress.testing import Latch
 from tests.fakes import together
-from tests.servers import bind, overview, served, settle, wait_until
+from tests.servers import bind, get, overview, served, settle, wait_until
 
 pytestmark = pytest.mark.usefixtures("shutdown")
 
@@ -315,6 +321,22 @@ def test_an_error_of_the_policy_is_that_of_the_call_and_a_wrong_result_is_named(
         handle.where.remote().result()
     with pytest.raises(TypeError, match="choose_replicas must return a list of lists"):
         handle.options(session_id="wrong").where.remote().result()
+    assert queued() == 0
+
+
+class Exiting(SyncRequestRouter):
+    def rank(self, candidates: Any, request: PendingRequest) -> Any:
+        sys.exit("no such replica")
+
+
+def test_a_policy_that_exits_where_it_is_called_ends_its_call_only() -> None:
+    routing = {"request_router_class": Exiting}
+    model: Any = Model
+    port = served(model.options(request_router_config=routing).bind())
+
+    assert get(port, "/").status == 500
+    with pytest.raises(UserCodeExit, match="raised SystemExit"):
+        serve.get_app_handle("default").where.remote().result()
     assert queued() == 0
 
 
