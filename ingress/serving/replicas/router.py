@@ -306,11 +306,11 @@ class Router:
         # Race with its settling, each time: it would stay here.
         call.when_settled(lambda settled: self._sent_on.pop(settled, None))
         pause_s = retries.pause_s(
-            retries.Failure(times, may_have_started=False),
+            times,
             max_retries=self._max_retries,
             deadline=call.metadata.deadline,
             now=monotonic(),
-            chance=random(),
+            chance=random() if times > 1 else 0.0,
         )
         refused: Exception | None = None
         if call.runner is not None and call.runner.is_to_be_replaced:
