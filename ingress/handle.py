@@ -139,6 +139,9 @@ class CallRouter(Queue, Protocol):
         """Run the call in the slot that `reserved` has on a replica, or settle it as refused."""
 
 
+TakeCall = Callable[[CallRouter, Call], None]
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Invocation(Work):
     """The work of a call by handle on its replica: a method and its resolved arguments.
@@ -266,15 +269,18 @@ class DeploymentHandle(Generic[T_co]):
     to type checkers which class or function is called: docs/typing.md.
     """
 
-    __slots__ = ("__weakref__", "_directory", "_id", "_options")
+    __slots__ = ("__weakref__", "_directory", "_id", "_options", "_take")
 
     def __init__(
         self,
         deployment_id: DeploymentID,
         directory: Directory,
         options: HandleOptions = HandleOptions(),
+        take: TakeCall | None = None,
     ) -> None:
+        """`take` gets the calls that have their arguments, in the place of the router's queue."""
         self._id, self._directory, self._options = deployment_id, directory, options
+        self._take = take
 
     @property
     def deployment_id(self) -> DeploymentID:
@@ -331,7 +337,7 @@ class DeploymentHandle(Generic[T_co]):
 
         Returns a `DeploymentResponse`, or a `DeploymentResponseGenerator` with `stream=True`.
         """
-        options = self._options
+        options, take = self._options, self._take
         parent = CURRENT_CALL.get(None)
         deadline = None if parent is None else parent.deadline
         inherited = 0 if parent is None else parent.metadata.priority
@@ -375,7 +381,10 @@ class DeploymentHandle(Generic[T_co]):
                 call.settle(error=error)
                 return
             call.work = Invocation(options.method_name, resolved, named, channel)
-            router.assign(call)
+            if take is None:
+                router.assign(call)
+            else:
+                take(router, call)
 
         if parent is not None:
             parent.adopt(call)
@@ -495,12 +504,8 @@ class DeploymentHandle(Generic[T_co]):
         response._call.when_settled(lambda _: work.give_back(reserved))
         return response
 
-    def _by(
-        self, take: Callable[[CallRouter, Call], None], options: HandleOptions
-    ) -> DeploymentHandle:
-        """Return a handle whose calls go to `take`, once they have their arguments."""
-        directory: Any = _Diverted(self._directory, take)
-        return DeploymentHandle(self._id, directory, options)
+    def _by(self, take: TakeCall, options: HandleOptions) -> DeploymentHandle:
+        return DeploymentHandle(self._id, self._directory, options, take)
 
     def __getattr__(self, name: str) -> DeploymentHandle:
         if not name.startswith("_"):
@@ -571,25 +576,6 @@ if TYPE_CHECKING:
 
         class StreamingHandle(StreamingView[T_co]):
             """A handle with `stream=True`: `async for item in handle.method.remote(...)`."""
-
-
-class _Diverted:
-    """A directory, and its routers, whose calls go to a function, not to the router's queue."""
-
-    __slots__ = ("_of", "_take")
-
-    def __init__(self, of: Any, take: Callable[[CallRouter, Call], None]) -> None:
-        self._of, self._take = of, take
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
-
-    def router(self, deployment_id: DeploymentID) -> _Diverted:
-        return _Diverted(self._of.router(deployment_id), self._take)
-
-    def assign(self, call: Call) -> None:
-        call.queue = self._of
-        self._take(self._of, call)
 
 
 @dataclass(eq=False, slots=True)

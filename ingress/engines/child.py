@@ -27,14 +27,12 @@ from ingress.core.calls.loops import run_blocking
 from ingress.core.execution.gil_pressure import EXPECTED_S, GIL_PRESSURE
 from ingress.engines.current import use_only
 from ingress.handle import DeploymentHandle, directory_here, use_here
-from ingress.serving.processes.code import ByValue
 from ingress.serving.processes.crossing import failing, pickled_error
 from ingress.serving.processes.frame_server import BEAT_S, FrameServer
 from ingress.serving.processes.frames import (
     LARGE,
     Frames,
     loads,
-    pickle_by_value,
     receive_blocking,
     send_blocking,
 )
@@ -99,9 +97,7 @@ def _made(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a pipe here
     logs = LogLines(spec.log_mark, str(spec.replica_id))
     take_over(logs, spec.log_levels)
-    if isinstance(spec.code, ByValue):
-        pickle_by_value()
-    target = spec.code.resolve()
+    target = spec.code()
     take_over(logs, spec.log_levels)
     replica = spec.make_replica(
         spec.replica_id,

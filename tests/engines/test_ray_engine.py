@@ -65,9 +65,8 @@ from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
 from ingress.engines.ray.application import reference_to  # noqa: E402
 from ingress.engines.ray.calls import translated  # noqa: E402
-from ingress.engines.ray.messages import ByModule  # noqa: E402
+from ingress.engines.ray.messages import by_module  # noqa: E402
 from ingress.engines.ray.replica import fetching_when_read  # noqa: E402
-from ingress.serving.processes.code import ByValue  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -123,22 +122,20 @@ def test_a_class_travels_as_its_modules_name_and_one_that_no_module_has_by_value
     child, front = built(ray_app.app)
     (local,) = built(serve.deployment(Local).bind())
 
-    assert reference_to(child) == ByModule("tests.engines.ray_app", "Child")
-    assert reference_to(front).resolve() is ray_app.front.func_or_class
-    by_value = reference_to(local)
-    assert isinstance(by_value, ByValue)
-    assert by_value.resolve().__qualname__ == Local.__qualname__
+    assert reference_to(child)() is ray_app.Child.func_or_class
+    assert reference_to(front)() is ray_app.front.func_or_class
+    assert reference_to(local)() is Local  # no module has it, so no import finds it
 
 
 def test_a_module_that_no_worker_has_is_named_with_what_brings_it() -> None:
     with pytest.raises(
         ModuleNotFoundError, match=r"module 'nowhere\.at_all' cannot be imported on"
     ):
-        ByModule("nowhere.at_all", "Child").resolve()
+        by_module("nowhere.at_all", "Child")
     with pytest.raises(
         ImportError, match=r"module 'tests\.engines\.ray_app' of the workers has no"
     ):
-        ByModule("tests.engines.ray_app", "Absent").resolve()
+        by_module("tests.engines.ray_app", "Absent")
 
 
 DEPLOYMENT = DeploymentID("Child", "x")

@@ -239,7 +239,8 @@ def left_behind(root: Any) -> dict[str, Any]:
             found[f"batches of {function.__name__}"] = dict(queues)
     for deployment in engine.applications["default"].deployments.values():
         router, name = deployment.router, deployment.router.deployment_id.name
-        found[f"queue of {name}"] = [*router._waiting._calls, *router._resting, *router._holders]
+        waiting = router._waiting._classes[0]
+        found[f"queue of {name}"] = [*waiting, *router._resting, *router._holders]
         for replica in deployment.replicas:
             found[f"slots of {replica}"] = replica.ongoing
             found[f"calls of {replica}"] = dict(replica.running)

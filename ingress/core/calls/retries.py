@@ -26,7 +26,7 @@ from ingress.exceptions import ReplicaUnavailableError
 INITIAL_PAUSE_S = 0.025
 PAUSE_FACTOR = 2.0
 MAX_PAUSE_S = 0.5
-MAX_ATTEMPTS = 3  # of a request that may have started, the first included
+MAX_STARTED_RETRIES = 2  # of a request that may have started
 
 BUDGET_SHARE = 0.2  # of the traffic
 BUDGET_PER_S = 10
@@ -50,44 +50,15 @@ class NotBegunError(ReplicaUnavailableError):
         return ReplicaUnavailableError(*self.args)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A failed attempt. `attempt` counts from 1."""
-
-    attempt: int
-    may_have_started: bool
-    is_listed: bool = False  # its method is in `HTTPOptions.retry_started_methods`
-    has_answered: bool = False  # a byte of the response has left
-    is_replayable: bool = True  # the whole body is at hand
-
-
 def pause_s(
-    failure: Failure,
-    *,
-    max_retries: int,
-    deadline: float | None,
-    now: float,
-    chance: float,
-    withdraw: Callable[[], bool] = lambda: True,
+    attempt: int, *, max_retries: int, deadline: float | None, now: float, chance: float
 ) -> float | None:
-    """Return the pause before the next attempt, `None` if there is to be none.
+    """Return the pause after a failed attempt, `None` if no other is to follow.
 
-    `chance` is in [0, 1). `withdraw` takes a token from the budget; it is called last, and only for
-    a request that may have started.
+    `attempt` counts from 1. `chance` is in [0, 1): 0 for an attempt that follows at once.
     """
-    if failure.has_answered or not failure.is_replayable:
-        return None
-    if failure.may_have_started:
-        if not failure.is_listed or failure.attempt >= MAX_ATTEMPTS:
-            return None
-    elif failure.attempt > max_retries:
-        return None
-    pause = chance * longest_pause_s(failure.attempt)
-    if not failure.may_have_started and failure.attempt == 1:
-        pause = 0.0
-    if deadline is not None and now + pause >= deadline:
-        return None
-    if failure.may_have_started and not withdraw():
+    pause = chance * longest_pause_s(attempt)
+    if attempt > max_retries or (deadline is not None and now + pause >= deadline):
         return None
     return pause
 

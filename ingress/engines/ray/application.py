@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 
 from ray import cloudpickle
@@ -24,9 +25,10 @@ from ingress.app.declaration.build import BuiltApplication, BuiltDeployment, fil
 from ingress.app.declaration.names import PublicMethods, names_of
 from ingress.core.base.signatures import signature_of
 from ingress.engines.ray.lowering import options_for_ray
-from ingress.engines.ray.messages import ActorSpec, ByModule
+from ingress.engines.ray.messages import ActorSpec, by_module
 from ingress.engines.ray.replica import HTTPReplica, RayReplica
-from ingress.serving.processes.code import ByValue, pickled_code
+from ingress.serving.processes.code import Reference, pickled_code
+from ingress.serving.processes.frames import loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def _children(built: BuiltDeployment) -> Iterator[str]:
     return iter(found)
 
 
-def reference_to(built: BuiltDeployment) -> ByModule | ByValue:
+def reference_to(built: BuiltDeployment) -> Reference:
     """Return the reference to the deployment's class or function for a worker.
 
     Raises `TypeError` if it can be neither imported nor pickled.
@@ -109,9 +111,9 @@ def reference_to(built: BuiltDeployment) -> ByModule | ByValue:
     target = built.deployment.func_or_class
     if (module := sys.modules.get(target.__module__)) is not None and module.__name__ != "__main__":
         for name in names_of(module, target):
-            return ByModule(module.__name__, name)
+            return partial(by_module, module.__name__, name)
     try:
-        return ByValue(pickled_code(target, cloudpickle))
+        return partial(loads, pickled_code(target, cloudpickle))
     except Exception as error:
         raise TypeError(
             f"deployment {built.name!r}: {target.__qualname__} cannot be sent to a worker: "

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from time import monotonic
-from types import FunctionType
 
 from ingress.app.declaration.names import found_in
 from ingress.core.base.types import RequestMetadata
-from ingress.serving.processes.code import ByValue
+from ingress.serving.processes.code import Code, Reference
 
 NOT_ON_THE_WORKERS = "cannot be imported on the workers"
 
@@ -30,31 +29,27 @@ HOOKS = frozenset(
 """Methods that Ray itself calls, if the class has them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ByModule:
-    """A class or function in a module, under its own name or its deployment's."""
+def by_module(module: str, name: str) -> Code:
+    """Import a class or function, under its own name or its deployment's.
 
-    module: str
-    name: str
-
-    def resolve(self) -> type | FunctionType:
-        """Import the class or function. Raises `ImportError` if this process cannot."""
-        try:
-            module = import_module(self.module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (self.module + ".").startswith(error.name + "."):
-                raise
-            raise ModuleNotFoundError(
-                f"module {self.module!r} {NOT_ON_THE_WORKERS}; send the folder it is "
-                "in with ingress run --working-dir, or install it there",
-                name=error.name,
-            ) from None
-        if (target := found_in(module, self.name)) is None:
-            raise ImportError(
-                f"module {self.module!r} of the workers has no {self.name!r}; give the "
-                "workers the same version of the module"
-            )
-        return target
+    Raises `ImportError` if this process cannot.
+    """
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module + ".").startswith(error.name + "."):
+            raise
+        raise ModuleNotFoundError(
+            f"module {module!r} {NOT_ON_THE_WORKERS}; send the folder it is "
+            "in with ingress run --working-dir, or install it there",
+            name=error.name,
+        ) from None
+    if (target := found_in(found, name)) is None:
+        raise ImportError(
+            f"module {module!r} of the workers has no {name!r}; give the "
+            "workers the same version of the module"
+        )
+    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ class ActorSpec:
     that may change later.
     """
 
-    code: ByModule | ByValue
+    code: Reference
     arguments: bytes
     num_cpus: float
     lanes: Mapping[str, int] = field(default_factory=dict)

@@ -125,7 +125,7 @@ class RayReplica:
 
     async def _start(self, replica_id: ReplicaID) -> None:
         spec, settings = self._spec, Settings.from_environment()
-        target = spec.code.resolve()
+        target = spec.code()
         given_args, given_kwargs = pickle.loads(spec.arguments)
         args, kwargs = fill(
             given_args,

@@ -19,6 +19,8 @@ SUPPORTED = ">=0.51.0"
 _H11 = "uvicorn.protocols.http.h11_impl"
 _HTTPTOOLS = "uvicorn.protocols.http.httptools_impl"
 _PROTOCOL = ("connection_made", "connection_lost", "data_received", "send_400_response", "shutdown")
+_OF_HTTPTOOLS = ("_start_asgi_task", "on_body", "on_headers_complete")
+_OF_H11 = ("_should_upgrade", "handle_events")
 _SERVER = ("capture_signals", "handle_exit", "main_loop", "on_tick", "shutdown", "startup")
 _ATTRIBUTES = {
     "uvicorn:Config.load": ("encoded_headers",),
@@ -41,17 +43,15 @@ def _attributes(module: str, protocol: str, own: str) -> Iterator[str]:
     yield from (f"{module}:RequestResponseCycle.__init__({name})" for name in _CYCLE)
 
 
-require("uvicorn", SUPPORTED, [f"uvicorn:Server.{name}" for name in _SERVER])
 require(
     "uvicorn",
     SUPPORTED,
-    [f"{function}({name})" for function, names in _ATTRIBUTES.items() for name in names],
-)
-require("uvicorn", SUPPORTED, _attributes(_H11, "H11Protocol", "conn"))
-require(
-    "uvicorn",
-    SUPPORTED,
-    [f"{_H11}:H11Protocol.{name}" for name in (*_PROTOCOL, "_should_upgrade", "handle_events")],
+    (
+        *(f"uvicorn:Server.{name}" for name in _SERVER),
+        *(f"{function}({name})" for function, names in _ATTRIBUTES.items() for name in names),
+        *_attributes(_H11, "H11Protocol", "conn"),
+        *(f"{_H11}:H11Protocol.{name}" for name in (*_PROTOCOL, *_OF_H11)),
+    ),
 )
 
 HEADER_RE: Any
@@ -73,22 +73,19 @@ else:
         require(
             "uvicorn",
             SUPPORTED,
-            [
-                f"{_HTTPTOOLS}:HttpToolsProtocol.{name}"
-                for name in (*_PROTOCOL, "_start_asgi_task", "on_body", "on_headers_complete")
-            ],
+            (
+                *(
+                    f"{_HTTPTOOLS}:HttpToolsProtocol.{name}"
+                    for name in (*_PROTOCOL, *_OF_HTTPTOOLS)
+                ),
+                *(
+                    f"{_HTTPTOOLS}:{name}"
+                    for name in ("HEADER_RE", "HEADER_VALUE_RE", "STATUS_LINE")
+                ),
+                *(f"{_HTTPTOOLS}:RequestResponseCycle.__init__({name})" for name in _WHOLE),
+                *_attributes(_HTTPTOOLS, "HttpToolsProtocol", "parser"),
+            ),
         )
-        require(
-            "uvicorn",
-            SUPPORTED,
-            [f"{_HTTPTOOLS}:{name}" for name in ("HEADER_RE", "HEADER_VALUE_RE", "STATUS_LINE")],
-        )
-        require(
-            "uvicorn",
-            SUPPORTED,
-            [f"{_HTTPTOOLS}:RequestResponseCycle.__init__({name})" for name in _WHOLE],
-        )
-        require("uvicorn", SUPPORTED, _attributes(_HTTPTOOLS, "HttpToolsProtocol", "parser"))
 
 __all__ = [
     "HEADER_RE",

@@ -75,21 +75,18 @@ class Attempts:
         is_late = deadline is not None and failed.call.metadata.deadline == deadline
         if (is_late and isinstance(error, RequestTimeoutError)) or not _is_ours(failed, error):
             return None
+        if failed.status != 0 or not failed.has_whole_body:
+            return None
         pause_s = retries.pause_s(
-            retries.Failure(
-                self._number,
-                may_have_started=True,
-                is_listed=True,
-                has_answered=failed.status != 0,
-                is_replayable=failed.has_whole_body,
-            ),
-            max_retries=0,
+            self._number,
+            max_retries=retries.MAX_STARTED_RETRIES,
             deadline=deadline,
             now=monotonic(),
             chance=random(),
-            withdraw=self._budget.withdraw,
         )
-        if pause_s is None or await _leaves_within(pause_s, failed.receive):
+        if pause_s is None or not self._budget.withdraw():
+            return None
+        if await _leaves_within(pause_s, failed.receive):
             return None
         return self._next(failed)
 

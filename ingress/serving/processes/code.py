@@ -14,17 +14,17 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.datastructures import State
 
 from ingress.app.declaration.build import BuiltDeployment
 from ingress.app.declaration.names import found_in, names_of
-from ingress.serving.processes.frames import dumps, loads
+from ingress.serving.processes.frames import dumps, loads, pickle_by_value
 from ingress.telemetry.logs import logger
 from ingress.telemetry.mistakes import last_line as described
 
@@ -33,45 +33,36 @@ _MAIN = "__mp_main__"
 _DEPTH = 8
 
 
-@dataclass(frozen=True, slots=True)
-class ByPath:
-    """A class or function in a module, or in the script `main`, under a name of that module.
+Code: TypeAlias = type | FunctionType
+Reference: TypeAlias = Callable[[], Code]
+"""A class or function as it travels: a `partial`, which finds it where it arrives."""
+
+
+def by_path(module: str, name: str, main: str, is_module: bool) -> Code:
+    """Import a class or function under a name of its module, or of the script `main`.
 
     `main` is the script's path, or the name of the module that `python -m` runs, if `is_module`.
+    Raises `ImportError` if this process cannot.
     """
-
-    module: str
-    name: str
-    main: str = ""
-    is_module: bool = False
-
-    def resolve(self) -> type | FunctionType:
-        """Import the class or function. Raises `ImportError` if this process cannot."""
-        if self.main:
-            module = import_main(self.main, is_module=self.is_module)
-        else:
-            module = importlib.import_module(self.module)
-        target = found_in(module, self.name)
-        if target is None:
-            raise ImportError(f"{self.main or self.module!r} has no {self.name!r} in a child")
-        return target
+    found = import_main(main, is_module=is_module) if main else importlib.import_module(module)
+    target = found_in(found, name)
+    if target is None:
+        raise ImportError(f"{main or module!r} has no {name!r} in a child")
+    return target
 
 
-@dataclass(frozen=True, slots=True)
-class ByValue:
-    """A class or function that no child can import, pickled by cloudpickle."""
-
-    pickled: bytes
-
-    def resolve(self) -> type | FunctionType:
-        target: type | FunctionType = loads(self.pickled)
-        return target
+def by_value(pickled: bytes) -> Code:
+    """Return a class or function that no child can import, pickled by cloudpickle."""
+    pickle_by_value()
+    target: Code = loads(pickled)
+    return target
 
 
-def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
+def reference_to(built: BuiltDeployment) -> Reference:
     """Return the reference to a deployment's class or function.
 
-    Raises `TypeError` if a child can neither import nor unpickle it.
+    From then on this process knows the objects of a script's classes, and those of classes that
+    no module has. Raises `TypeError` if a child can neither import nor unpickle it.
     """
     target = built.deployment.func_or_class
     module = sys.modules.get(target.__module__)
@@ -79,19 +70,23 @@ def reference_to(built: BuiltDeployment) -> ByPath | ByValue:
         main, is_module = _script() if module.__name__ == "__main__" else ("", False)
         if main or module.__name__ != "__main__":
             for name in names_of(module, target):
-                return ByPath(module.__name__, name, main, is_module)
+                if main:
+                    accept_main()
+                return partial(by_path, module.__name__, name, main, is_module)
     if importlib.util.find_spec("cloudpickle") is None:
         raise TypeError(
             f"deployment {built.name!r}: no module has {target.__qualname__}, so a child process "
             "cannot import it; put it at the top of a module, or install cloudpickle"
         )
     try:
-        return ByValue(pickled_code(target, importlib.import_module("cloudpickle")))
+        pickled = pickled_code(target, importlib.import_module("cloudpickle"))
     except Exception as error:
         raise TypeError(
             f"deployment {built.name!r}: {target.__qualname__} cannot be sent to a child process: "
             f"{error}; put it at the top of a module"
         ) from error
+    pickle_by_value()
+    return partial(by_value, pickled)
 
 
 def pickled_code(target: type | FunctionType, cloudpickle: Any) -> bytes:

@@ -101,11 +101,12 @@ class FrameServer:
     def begin_start(self) -> None:
         """Show the parent that the instance is about to be made, in the current task."""
         self.starting = asyncio.current_task()
-        self._shared.begin_loop()
+        self._shared.numbers.beats += 1
 
     def beat(self) -> None:
         """Show the parent, now and again and again, that the user loop turns, and report."""
-        self._shared.beat(monotonic())
+        self._shared.numbers.turned_at = monotonic()
+        self._shared.numbers.beats += 1
         self.replica.loop.call_later(BEAT_S, self.beat)  # first: a report may raise
         self._report()
 
@@ -133,18 +134,18 @@ class FrameServer:
         A model is being loaded, or `reconfigure` runs.
         """
         if self.replica.host.may_stand:
-            self._shared.turn(monotonic())
+            self._shared.numbers.turned_at = monotonic()
 
     def _on_call(self, kind: int, number: int, content: memoryview, buffers: Buffers) -> None:
         # Else a request that ends this process here would end one replica after the other.
-        self._shared.read(number)
+        self._shared.numbers.being_read = number
         try:
             call = self._arrived(kind, number, loads(content, buffers))
         except Exception as error:  # of reading the arguments, which may run user code
             self.frames.post(Frame.FAILED, number, pickled_error(error))
             return
         finally:
-            self._shared.read(0)
+            self._shared.numbers.being_read = 0
         call.waits_for = Waits(self.directory, number)
         self._calls[number] = call
         call.task = self.replica.loop.create_task(self._run(call), context=call.context)

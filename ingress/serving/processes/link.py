@@ -142,10 +142,7 @@ class Link:
         shared = self._shared
         if shared is None or self.end or self._is_stopping:
             return None
-        try:
-            return shared.turned_at or None
-        except ValueError:  # the memory was closed meanwhile
-            return None
+        return shared.numbers.turned_at or None
 
     async def start(self, specification: bytes, environment_of: EnvironmentOf) -> None:
         """Start the process, and return once its replica serves. Raises the error of its start."""
@@ -162,7 +159,7 @@ class Link:
             undo.callback(theirs.close)
             shared = SharedNumbers()
             undo.callback(shared.close)
-            frames = Frames(ours, self._on_frame, self._on_lost, lambda: shared.beats)
+            frames = Frames(ours, self._on_frame, self._on_lost, lambda: shared.numbers.beats)
             undo.callback(frames.close)
             frames.post_inline(Frame.START, specification)
 
@@ -186,8 +183,7 @@ class Link:
         if started is None or not started.done() or started.cancelled():
             # There is no instance while it imports a module, and no `__del__` to wait for. A
             # constructor that blocks its loop never reads the order.
-            shared = None if self.end else self._shared  # closed with the process's end
-            has_loop = shared is not None and shared.beats > 0
+            has_loop = self._shared is not None and self._shared.numbers.beats > 0
             wait_s = _START_ENDS_S if has_loop else 0.0
             asyncio.get_running_loop().call_later(wait_s, self.kill)
         self._frames.post(Frame.STOP, 0)
@@ -228,7 +224,7 @@ class Link:
     def hand_over(self) -> None:
         """Have the child begin no more work, and end the work that it has not begun."""
         if not self.end and not self._is_stopping and self._shared is not None:
-            self._shared.end_begins()
+            self._shared.numbers.is_ending = True
             # Race with a child that begins work at this moment, see `SharedNumbers.begin`: a
             # processor may show its writes later than it reads. A child that is held up in between
             # has shown its write. Refusals of work that ends here arrive for nothing.
@@ -244,7 +240,7 @@ class Link:
 
     def _unbegun(self, shared: SharedNumbers) -> list[int]:
         """Return the numbers of the work that user code in the child cannot have seen."""
-        last_begun, being_read = shared.last_begun, shared.being_read
+        last_begun, being_read = shared.numbers.last_begun, shared.numbers.being_read
         works = self._works.items()
         return [n for n, each in works if n > last_begun and n != being_read and each.can_move]
 

@@ -53,7 +53,7 @@ from ingress.core.base.types import DeploymentID, ReplicaID, ReplicaPlace, Reque
 from ingress.core.calls.channel import MAX_BYTES, MAX_ITEMS
 from ingress.core.calls.tracing import SpanHeaders
 from ingress.exceptions import StreamClosedError
-from ingress.serving.processes.code import ByPath, ByValue
+from ingress.serving.processes.code import Reference
 from ingress.serving.processes.frames import (
     Buffers,
     Content,
@@ -124,7 +124,7 @@ class ReplicaSpec:
 
     replica_id: ReplicaID
     make_replica: type[Replica]
-    code: ByPath | ByValue
+    code: Reference
     arguments: bytes
     max_ongoing: int
     num_cpus: float

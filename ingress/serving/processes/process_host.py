@@ -31,13 +31,7 @@ from ingress.core.execution.lanes import lanes_of
 from ingress.exceptions import StreamClosedError
 from ingress.handle import Invocation
 from ingress.serving.processes.child_calls import MakeHandle
-from ingress.serving.processes.code import (
-    ByPath,
-    ByValue,
-    accept_main,
-    pickled_arguments,
-    reference_to,
-)
+from ingress.serving.processes.code import pickled_arguments, reference_to
 from ingress.serving.processes.crossing import unsendable
 from ingress.serving.processes.frames import (
     Content,
@@ -45,7 +39,6 @@ from ingress.serving.processes.frames import (
     encode,
     loads,
     outside,
-    pickle_by_value,
     size_of_content,
 )
 from ingress.serving.processes.link import Link
@@ -433,10 +426,6 @@ def _prepared(built: BuiltDeployment, **options: Any) -> tuple[bytes, Environmen
             "leave it out"
         )
     code = reference_to(built)
-    if isinstance(code, ByPath) and code.main:
-        accept_main()
-    if isinstance(code, ByValue):
-        pickle_by_value()
     specification = dumps(ReplicaSpec(code=code, arguments=pickled_arguments(built), **options))
     config = built.deployment.config
     gpus = visible() if config.num_gpus else []

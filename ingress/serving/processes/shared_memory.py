@@ -32,7 +32,6 @@ import pickle
 import tempfile
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from struct import Struct
 
@@ -50,14 +49,6 @@ _START = 64
 _COPIED = 1 << 20  # bytes at a time: other threads may take the GIL between two copies
 _PLACE = Struct("<IQQ")
 _FREE, _USED = 0, 1
-_SIZE = mmap.PAGESIZE
-_BEGUN = Struct("<Q")
-_TURNED = Struct("<d")
-_ENDS_AT = mmap.PAGESIZE - 1
-_READ = Struct("<Q")
-_READ_AT = _BEGUN.size + _TURNED.size
-_BEATS = Struct("<Q")
-_BEATS_AT = _READ_AT + _READ.size
 
 
 @dataclass(eq=False, slots=True)
@@ -206,20 +197,41 @@ def _raise_unreceived(reason: str) -> None:
     raise RayServeException(f"shared memory for a large content could not be opened: {reason}")
 
 
+class Numbers(ctypes.Structure):
+    """The numbers of one child. The child writes them, its parent reads them, but for `is_ending`.
+
+    last_begun   the number of the last call that has begun; 0 for none
+    being_read   the number of the call whose arguments are being read; 0 for none
+    turned_at    the time at which the user loop last turned, in seconds of `monotonic`, the same in
+                 all processes; 0 before it serves. The child may write it in any thread
+    beats        the number of times that the user loop was seen to turn
+    is_ending    the parent lets no more calls begin: `last_begun` is final once both processors
+                 have seen this
+    """
+
+    _fields_ = (
+        ("last_begun", ctypes.c_uint64),
+        ("being_read", ctypes.c_uint64),
+        ("turned_at", ctypes.c_double),
+        ("beats", ctypes.c_uint64),
+        ("is_ending", ctypes.c_bool),
+    )
+
+
 class SharedNumbers:
-    """The numbers of one child. The child writes it, its parent reads it, but for `end_begins`.
+    """The numbers of one child, in memory that it shares with its parent.
 
     Made by the parent without a descriptor, in the child with the one that it inherits. The parent
     closes its descriptor once the child has its own.
     """
 
-    __slots__ = ("_memory", "descriptor")
+    __slots__ = ("descriptor", "numbers")
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
-            descriptor = new_file(_SIZE)
+            descriptor = new_file(mmap.PAGESIZE)
         self.descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, _SIZE)
+        self.numbers = Numbers.from_buffer(mmap.mmap(descriptor, mmap.PAGESIZE))
 
     def close_descriptor(self) -> None:
         if self.descriptor >= 0:
@@ -231,60 +243,17 @@ class SharedNumbers:
 
         Calls begin in the order of their numbers.
         """
-        # Race with the parent, which calls `end_begins` and then reads `last_begun`: this writes
-        # and then reads. So one of the two sees the other, and a refusal is never too late.
-        if self._memory[_ENDS_AT]:
+        # Race with the parent, which sets `is_ending` and then reads `last_begun`: this writes and
+        # then reads. So one of the two sees the other, and a refusal is never too late.
+        if self.numbers.is_ending:
             return False
-        _BEGUN.pack_into(self._memory, 0, call)
-        return not self._memory[_ENDS_AT]
-
-    def end_begins(self) -> None:
-        """Let no more calls begin. `last_begun` is final once both processors have seen this."""
-        self._memory[_ENDS_AT] = 1
-
-    @property
-    def last_begun(self) -> int:
-        """The number of the last call that has begun; 0 for none."""
-        return int(_BEGUN.unpack_from(self._memory, 0)[0])
-
-    def read(self, call: int) -> None:
-        """Note that the arguments of a call are being read; 0 for none."""
-        _READ.pack_into(self._memory, _READ_AT, call)
-
-    @property
-    def being_read(self) -> int:
-        """The number of the call whose arguments are being read; 0 for none."""
-        return int(_READ.unpack_from(self._memory, _READ_AT)[0])
-
-    def turn(self, now: float) -> None:
-        """Note that the user loop turns, in seconds of `monotonic`, the same in all processes."""
-        _TURNED.pack_into(self._memory, _BEGUN.size, now)
-
-    @property
-    def turned_at(self) -> float:
-        """The time at which the user loop last turned; 0 before it serves."""
-        return float(_TURNED.unpack_from(self._memory, _BEGUN.size)[0])
-
-    def beat(self, now: float) -> None:
-        """Note that the user loop turns: this is called on it, a `turn` in any thread."""
-        self.turn(now)
-        self.begin_loop()
-
-    def begin_loop(self) -> None:
-        """Note that the user loop turns, which may stand for any time: the constructor follows."""
-        _BEATS.pack_into(self._memory, _BEATS_AT, self.beats + 1)
-
-    @property
-    def beats(self) -> int:
-        """The number of times that the user loop was seen to turn."""
-        return int(_BEATS.unpack_from(self._memory, _BEATS_AT)[0])
+        self.numbers.last_begun = call
+        return not self.numbers.is_ending
 
     def close(self) -> None:
+        """Unmap the memory. A thread that reads a number just now keeps it until it has."""
         self.close_descriptor()
-        # Race with another thread that reads a number just now, without the GIL: the memory is in
-        # use, and goes with the last reference.
-        with suppress(BufferError):
-            self._memory.close()
+        self.numbers = Numbers()
 
 
 def new_file(size: int) -> int:

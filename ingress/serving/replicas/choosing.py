@@ -167,7 +167,7 @@ class RoutedCalls(WaitingCalls):
         return call in self._wanted
 
     def waiting(self) -> list[Call]:
-        return [*self._others[1], *self._calls, *self._others[-1]]
+        return [*self._classes[1], *self._classes[0], *self._classes[-1]]
 
     def next_for(self, slots: Admission) -> Call | None:
         """Remove the call that is served next by this replica, `None` if no call wants it."""
@@ -175,7 +175,7 @@ class RoutedCalls(WaitingCalls):
         if not calls:
             return None
         call = next(iter(calls))
-        if self._num_others:
+        if len(self._classes[0]) < self.size:
             call = min(calls, key=self._turn_of)
         self.discard(call)
         return call

@@ -102,7 +102,7 @@ class FairCalls(WaitingCalls):
         self.sizes: Counter[str] = Counter()
         self._by_size: defaultdict[int, dict[str, None]] = defaultdict(dict)  # the other way round
         self.weigh(config)
-        for calls in (before._calls, *before._others.values()):
+        for calls in before._classes.values():
             for call, since in calls.items():
                 self.add(call, since)
         self._rate = before._rate
@@ -113,25 +113,26 @@ class FairCalls(WaitingCalls):
         self._weight = sum(map(self._slots_of, self.sizes))  # of the keys of all calls
 
     def _class_of(self, call: Call) -> OrderedDict[Call, float]:
-        # Without the line no call waits in it, as in `_calls`.
-        return self._lines[call.metadata.priority].get(call.metadata.fairness_key) or self._calls
+        lines = self._lines[call.metadata.priority]
+        return lines.get(call.metadata.fairness_key) or OrderedDict()
 
     def _next_class(self) -> OrderedDict[Call, float]:
-        self._others = {n: self._turn(lines) for n, lines in self._lines.items() if lines}
+        self._classes = {priority: self._turn(lines) for priority, lines in self._lines.items()}
         return super()._next_class()
 
     def _turn(self, lines: OrderedDict[str, KeyLine]) -> KeyLine:
-        """Return the calls of the key whose turn it is.
+        """Return the calls of the key whose turn it is; an empty line if no call waits.
 
         A turn ends when the next slot is free, not with its last slot: a key that comes meanwhile
         is before the key that has just had its turn.
         """
-        while True:
+        while lines:
             key, line = next(iter(lines.items()))
             if line.credit >= 1:
                 return line
             line.credit += self._slots_of(key)
             lines.move_to_end(key)
+        return KeyLine()
 
     def next(self, now: float, shed: list[Shed]) -> Call | None:
         call = super().next(now, shed)
@@ -179,7 +180,6 @@ class FairCalls(WaitingCalls):
             self._weight += step * self._slots_of(key)
         self._without_deadline += step * (call.metadata.deadline is None)
         self.size += step
-        self._num_others = self.size  # no call is in the one line without keys
 
     def clear(self) -> list[Call]:
         lines = chain.from_iterable(self._lines[priority].values() for priority in (1, 0, -1))

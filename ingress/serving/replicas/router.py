@@ -306,11 +306,11 @@ class Router:
         # Race with its settling, each time: it would stay here.
         call.when_settled(lambda settled: self._sent_on.pop(settled, None))
         pause_s = retries.pause_s(
-            retries.Failure(times, may_have_started=False),
+            times,
             max_retries=self._max_retries,
             deadline=call.metadata.deadline,
             now=monotonic(),
-            chance=random(),
+            chance=random() if times > 1 else 0.0,
         )
         refused: Exception | None = None
         if call.runner is not None and call.runner.is_to_be_replaced:
@@ -382,7 +382,7 @@ class Router:
             self._start(replica, started, shed)
 
     def resume(self, replica: AdmittingRunner) -> None:
-        """Hand a held replica the waiting calls it may have now. Thread-safe."""
+        """Hand a replica the waiting calls that it may have now. Thread-safe."""
         started: list[Call] = []
         shed: list[Shed] = []
         with self._lock:
@@ -508,13 +508,10 @@ class Router:
 
     def add(self, replica: AdmittingRunner) -> None:
         """Begin to use a replica that is ready: waiting calls get its slots at once."""
-        started: list[Call] = []
-        shed: list[Shed] = []
         with self._lock:
             self.replicas.append(replica)
             replica.slots.position = FULL
-            self._settle_position(replica.slots, started, shed)
-        self._start(replica, started, shed)
+        self.resume(replica)
         self._show_replicas()
 
     def remove(self, replica: AdmittingRunner) -> None:
@@ -612,13 +609,9 @@ class Router:
 
     def resize(self, replica: AdmittingRunner, max_ongoing: int) -> None:
         """Change a replica's number of slots. Calls beyond a lower number keep their slots."""
-        slots = replica.slots
-        started: list[Call] = []
-        shed: list[Shed] = []
         with self._lock:
-            slots.max_ongoing = max_ongoing
-            self._settle_position(slots, started, shed)
-        self._start(replica, started, shed)
+            replica.slots.max_ongoing = max_ongoing
+        self.resume(replica)
 
     def refuse(self, reason: str) -> None:
         """Settle all waiting calls and every new call as unavailable."""

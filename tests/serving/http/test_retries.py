@@ -27,7 +27,7 @@ from ingress.core.base.types import DeploymentID, ReplicaID
 from ingress.core.calls import retries
 from ingress.core.calls.call import CURRENT_CALL, Call
 from ingress.core.calls.loops import EventLoopThread, run_blocking
-from ingress.core.calls.retries import Failure, RetryBudget
+from ingress.core.calls.retries import RetryBudget
 from ingress.engines import local_engine
 from ingress.exceptions import (
     DeploymentUnavailableError,
@@ -60,14 +60,6 @@ from tests.servers import (
 
 D = DeploymentID("D")
 CHANCE = st.floats(0, 1, exclude_max=True)
-FAILURES = st.builds(
-    Failure,
-    st.integers(1, 30),
-    may_have_started=st.booleans(),
-    is_listed=st.booleans(),
-    has_answered=st.booleans(),
-    is_replayable=st.booleans(),
-)
 GONE = ReplicaUnavailableError("gone")
 
 
@@ -76,64 +68,44 @@ GONE = ReplicaUnavailableError("gone")
 
 @pytest.mark.reliability("D04")
 @given(
-    failure=FAILURES,
+    attempt=st.integers(1, 30),
     max_retries=st.integers(0, 20),
     left_s=st.none() | st.floats(-1, 2),
     chance=CHANCE,
-    has_token=st.booleans(),
 )
 def test_the_law_holds_for_every_failure(
-    failure: Failure, max_retries: int, left_s: float | None, chance: float, has_token: bool
+    attempt: int, max_retries: int, left_s: float | None, chance: float
 ) -> None:
     now = 1000.0
-    asked: list[bool] = []
-
-    def withdraw() -> bool:
-        asked.append(has_token)
-        return has_token
 
     pause_s = retries.pause_s(
-        failure,
+        attempt,
         max_retries=max_retries,
         deadline=None if left_s is None else now + left_s,
         now=now,
         chance=chance,
-        withdraw=withdraw,
     )
 
-    if pause_s is None:
-        assert len(asked) <= 1
-        return
-    assert 0 <= pause_s <= min(0.5, 0.025 * 2 ** (failure.attempt - 1))
-    assert left_s is None or pause_s < left_s
-    assert not failure.has_answered
-    assert failure.is_replayable
-    if failure.may_have_started:
-        assert failure.is_listed
-        assert failure.attempt < 3
-        assert asked == [True]
-    else:
-        assert failure.attempt <= max_retries
-        assert asked == []
+    if pause_s is not None:
+        assert 0 <= pause_s <= min(0.5, 0.025 * 2 ** (attempt - 1))
+        assert left_s is None or pause_s < left_s
+        assert attempt <= max_retries
 
 
 def pause_s(attempt: int, chance: float) -> float | None:
-    """Return the pause after an attempt that did not start, by default."""
-    failure = Failure(attempt, may_have_started=False)
-    return retries.pause_s(failure, max_retries=10, deadline=None, now=0.0, chance=chance)
+    return retries.pause_s(attempt, max_retries=10, deadline=None, now=0.0, chance=chance)
 
 
 # The guide: "By default, the Serve HTTP proxy retries up to 10 times", "Ray Serve does exponential
 # backoff for retries."
-def test_a_request_that_did_not_start_is_sent_on_as_often_as_is_configured_at_once_first() -> None:
-    expected = [0.0, 0.025, 0.05, 0.1, 0.2, *[0.25] * 5, None]
+def test_a_pause_doubles_up_to_half_a_second_and_comes_as_often_as_is_configured() -> None:
+    expected = [0.0125, 0.025, 0.05, 0.1, 0.2, *[0.25] * 5, None]
     assert [pause_s(attempt, 0.5) for attempt in range(1, 12)] == pytest.approx(expected)
 
 
 def test_a_request_is_not_sent_on_when_its_time_is_over() -> None:
-    failure = Failure(1, may_have_started=False)
-    assert retries.pause_s(failure, max_retries=10, deadline=5.0, now=5.0, chance=0.5) is None
-    assert retries.pause_s(failure, max_retries=10, deadline=5.1, now=5.0, chance=0.5) == 0.0
+    assert retries.pause_s(1, max_retries=10, deadline=5.0, now=5.0, chance=0.0) is None
+    assert retries.pause_s(1, max_retries=10, deadline=5.1, now=5.0, chance=0.0) == 0.0
 
 
 @pytest.mark.reliability("A07", "D04")
