@@ -64,7 +64,7 @@ def observe(deployment: RunningDeployment, now: float, wedged_after_s: float | N
 
 async def _ask(deployment: RunningDeployment, member: Member) -> None:
     replica, timeout_s = member.replica, deployment.config.health_check_timeout_s
-    is_overdue = replica.is_checking
+    is_overdue = "check_health" in replica.asked
     try:
         async with asyncio.timeout(timeout_s) as limit:
             await replica.check_health()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
 from time import monotonic
 from typing import Any, cast
@@ -72,10 +72,9 @@ class Replica:
     """
 
     __slots__ = (
-        "_arriving", "_moved", "_reassign", "_release", "_resume", "context", "errors", "host",
-        "is_checking", "is_ending", "is_left_behind", "is_reconfiguring", "is_recording",
-        "latencies", "loop", "replica_id", "running", "slots", "stalls", "state",
-        "unhealthy_reason", "user_code",
+        "_arriving", "_moved", "_reassign", "_release", "_resume", "asked", "context", "errors",
+        "host", "is_ending", "is_left_behind", "is_reconfiguring", "latencies", "loop",
+        "replica_id", "running", "slots", "stalls", "state", "unhealthy_reason", "user_code",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +95,8 @@ class Replica:
         self.stalls: dict[str, Latency] = {}  # by method; written by the watchdog
         self.unhealthy_reason = ""
         self.is_left_behind = False  # its stop left threads behind that user code blocks
-        self.is_reconfiguring = self.is_checking = self.is_recording = False
+        self.is_reconfiguring = False
+        self.asked: set[str] = set()  # methods of the user that run for the control loop
         self._release = release
         self._resume = resume
         self._reassign = reassign
@@ -473,34 +473,26 @@ class Replica:
 
     async def check_health(self) -> None:
         """Run the user's health check, on the user loop. Raises what it raises."""
-        await run_on(self.loop, self._check_health)
-
-    async def _check_health(self) -> None:
-        # One check at a time: a `check_health` that is stuck in a thread would otherwise take
-        # another thread every period, until none is left for requests.
-        if self.is_checking:
-            raise TimeoutError("the previous check_health has not returned yet")
-        self.is_checking = True
-        try:
-            await self.user_code.check_health()
-        finally:
-            self.is_checking = False
+        await run_on(self.loop, self._alone, "check_health", self.user_code.check_health)
 
     async def autoscaling_stats(self) -> Any:
         """Return the result of `record_autoscaling_stats`, which runs on the user loop.
 
         Raises its errors, and `TimeoutError` while the last one runs, as for `check_health`.
         """
-        return await run_on(self.loop, self._autoscaling_stats)
+        ask = self.user_code.autoscaling_stats
+        return await run_on(self.loop, self._alone, "record_autoscaling_stats", ask)
 
-    async def _autoscaling_stats(self) -> Any:
-        if self.is_recording:
-            raise TimeoutError("the previous record_autoscaling_stats has not returned yet")
-        self.is_recording = True
+    async def _alone(self, name: str, ask: Callable[[], Awaitable[Any]]) -> Any:
+        # One at a time: a `check_health` that is stuck in a thread would otherwise take another
+        # thread every period, until none is left for requests.
+        if name in self.asked:
+            raise TimeoutError(f"the previous {name} has not returned yet")
+        self.asked.add(name)
         try:
-            return await self.user_code.autoscaling_stats()
+            return await ask()
         finally:
-            self.is_recording = False
+            self.asked.discard(name)
 
     async def stop(self, timeout_s: float) -> None:
         """Cancel calls, run the user's shutdown code, end loop and threads; all in `timeout_s`.
