@@ -234,6 +234,7 @@ __all__ = [
     "ping_interval_s",
     "read_dependants_by",
     "read_parameters_by",
+    "reads_by",
     "request_body_to_args",
     "request_params_to_args",
     "request_stack",
@@ -422,6 +423,12 @@ def read_parameters_by(func: Callable[..., tuple[dict[str, object], list[object]
     their parameters with it too.
     """
     fastapi.dependencies.utils.request_params_to_args = func
+
+
+def reads_by(parameters: Callable[..., object], body: Callable[..., object]) -> bool:
+    """Return whether FastAPI still calls these to read parameters and bodies."""
+    utils = fastapi.dependencies.utils
+    return utils.request_params_to_args is parameters and utils.request_body_to_args is body
 
 
 def read_dependants_by(

@@ -33,11 +33,14 @@ from ingress.app.asgi.compat import (
     TELEMETRY,
     embeds_body,
     is_original,
+    reads_by,
+    request_body_to_args,
     request_with_body,
     routing,
     why_not_compiled,
     wrap_app_handling_exceptions,
 )
+from ingress.app.asgi.received_headers import request_params_to_args
 from ingress.app.asgi.rendering import (
     encoder,
     is_stream,
@@ -183,8 +186,9 @@ def _check(route: Any) -> None:
     require(is_fastapis(route.app, route.dependant))
     cls = getattr(original, "__ingress_base__", type(original))
     require(cls.get_route_handler is APIRoute.get_route_handler)
-    # Nor functions of FastAPI that a tracer has replaced.
-    require(all(map(_is_fastapi_s, _REPLACED)))
+    # Nor what a tracer or the user has replaced in FastAPI or Starlette.
+    require(routing.Request is Request and all(map(_is_fastapi_s, _REPLACED)))
+    require(reads_by(request_params_to_args, request_body_to_args))
     require(getattr(route, "max_body_size", None) is None)
     require(not makes_events(route) or (is_stream(route) and _is_fastapi_s("format_sse_event")))
     require(route.body_field is None or type(route.body_field.field_info) is params.Body)
@@ -269,5 +273,7 @@ def _again(receive: Receive, first: Message | Exception) -> Receive:
 
 _REPLACED = (
     "APIRoute.get_route_handler", "get_request_handler", "request_response", "solve_dependencies",
-    "run_endpoint_function", "serialize_response", "jsonable_encoder",
+    "run_endpoint_function", "serialize_response", "jsonable_encoder", "Request.__init__",
+    "Request.stream", "Request.body", "Request.json", "Response.__init__", "Response.init_headers",
+    "Response.render", "JSONResponse.__init__", "JSONResponse.render",
 )  # fmt: skip

@@ -39,6 +39,7 @@ from ingress.app.asgi.compat import (
 )
 from ingress.app.asgi.messages import Chunks
 from ingress.app.asgi.methods import GENERATORS
+from ingress.app.asgi.responses import WITHOUT_SCOPE
 from ingress.app.asgi.steps import JSON_SCALARS, Shared, Steps, Unfit, require
 from ingress.context import REPLICA
 from ingress.core.execution.execution import ExecutionMode, ExecutionPlan, kind
@@ -52,7 +53,8 @@ def encoder(route: Any, steps: Steps) -> Encoder | None:
     def by_encoder(scope: Scope, result: Any) -> bytes:
         return encode(result if is_json(result) else jsonable_encoder(result)).encode()
 
-    if route.status_code not in (None, 200):
+    # A response of a class whose `__call__` the user has replaced must be made.
+    if route.status_code not in (None, 200) or JSONResponse.__call__ not in WITHOUT_SCOPE:
         return None
     if (field := route.response_field) is not None:
         is_default = isinstance(route.response_class, DefaultPlaceholder)

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import fastapi
+import fastapi.dependencies.utils
 import fastapi.routing
 import pytest
 from anyio import BrokenResourceError
@@ -613,6 +614,71 @@ def test_a_tracer_in_the_place_of_a_function_is_called(monkeypatch: pytest.Monke
     monkeypatch.setattr(fastapi.routing, "run_endpoint_function", traced)
     [did] = alike(declare, get("/"), is_compiled=False)
     assert did.events == ["traced"]
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("Request", type("Noting", (Request,), {"method": "noted"})),
+        ("Request.body", lambda self: asyncio.sleep(0, b'{"a": "noted"}')),
+        ("Request.json", lambda self: asyncio.sleep(0, {"a": "noted"})),
+        ("JSONResponse.render", lambda self, content: b"noted"),
+        ("Response.init_headers", lambda self, headers: setattr(self, "raw_headers", [])),
+    ],
+)
+def test_a_part_of_starlette_that_the_user_has_replaced_is_used(
+    name: str, replacement: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def declare(app: FastAPI) -> None:
+        @app.post("/")
+        async def endpoint(item: dict[str, str], request: Request):  # type: ignore[no-untyped-def]
+            return {**item, "method": request.method}
+
+    owner, _, attribute = name.rpartition(".")
+    holder = getattr(fastapi.routing, owner) if owner else fastapi.routing
+    [usual] = alike(declare, post("/", b'{"a": "b"}'), is_compiled=True)
+    monkeypatch.setattr(holder, attribute, replacement)
+    [did] = alike(declare, post("/", b'{"a": "b"}'), is_compiled=False)
+    assert did != usual
+
+
+@pytest.mark.parametrize("name", ["request_params_to_args", "request_body_to_args"])
+def test_a_reader_of_parameters_that_the_user_has_replaced_is_called(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def declare(app: FastAPI) -> None:
+        @app.post("/")
+        async def endpoint(item: dict[str, str], q: str = "") -> str:
+            return "ok"
+
+    original = getattr(fastapi.dependencies.utils, name)
+
+    def noting(*args: Any, **options: Any) -> Any:
+        events.append("replaced")
+        return original(*args, **options)
+
+    monkeypatch.setattr(fastapi.dependencies.utils, name, noting)
+    [did] = alike(declare, post("/", b"{}"), is_compiled=False)
+    assert "replaced" in did.events
+
+
+def test_a_call_of_responses_that_the_user_has_replaced_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = Response.__call__
+
+    async def noting(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+        events.append("replaced")
+        await original(response, scope, receive, send)
+
+    def declare(app: FastAPI) -> None:
+        @app.get("/")
+        async def endpoint() -> str:
+            return "ok"
+
+    monkeypatch.setattr(Response, "__call__", noting)
+    [did] = alike(declare, get("/"))
+    assert did.events == ["replaced"]
 
 
 def test_an_error_of_a_body_parser_is_answered_as_fastapi(monkeypatch: pytest.MonkeyPatch) -> None:
