@@ -130,6 +130,7 @@ class Threads(TypedDict):
     """The worker threads of a replica, or of one lane."""
 
     limit: int
+    alive: int
     queued: int
     runs: list[ThreadRun]
 
@@ -154,8 +155,10 @@ class Batches(TypedDict):
 class RunningCall(Named):
     """A call of a replica, and the place where it runs or waits."""
 
+    queue_ms: float
     where: str
     line: Line | None
+    is_orphan: bool
 
 
 class ReplicaNow(TypedDict):
@@ -336,7 +339,7 @@ class _Look:
     def _pool(self, pool: WorkerPool | None) -> Threads:
         """Return the threads of a lane, or the others, and the calls that run in them."""
         if pool is None:  # in another process
-            return {"limit": self._replica.slots.max_ongoing, "queued": 0, "runs": []}
+            return {"limit": self._replica.slots.max_ongoing, "alive": 0, "queued": 0, "runs": []}
         threads, unfinished = pool.threads.at_work()
         runs: list[ThreadRun] = []
         for thread in threads:
@@ -353,6 +356,7 @@ class _Look:
                 runs.append({**named, "method": stack.method, "thread": thread.name, "line": line})
         return {
             "limit": pool.threads.limit,
+            "alive": len(threads),
             "queued": max(0, unfinished - len(threads)),
             "runs": runs,
         }
@@ -373,8 +377,10 @@ class _Look:
             place = awaiting(task.get_coro()) if isinstance(task, asyncio.Task) else NOWHERE
         return {
             **self._named(call),
+            "queue_ms": round(max(0.0, call.assigned_at - call.started_at) * 1e3, 1),
             "where": where,
             "line": line_of(place),
+            "is_orphan": call.settled,
         }
 
 
