@@ -737,7 +737,7 @@ def test_a_row_is_a_line_in_a_file_and_fits_a_terminal() -> None:
     to_file = printed(explanation).splitlines()
     assert sum(line.startswith("GET /stream ") for line in to_file) == 1
     assert any(len(line) > 100 for line in to_file)
-    to_terminal = printed(explanation, force_terminal=True, no_color=True, highlight=False)
+    to_terminal = printed(explanation, force_terminal=True, no_color=True)
     table = re.sub(r"\x1b\[\d*m", "", to_terminal).partition("warn ")[0]
     assert max(map(len, table.splitlines())) <= 60
 
