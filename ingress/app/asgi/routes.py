@@ -82,7 +82,6 @@ from ingress.core.calls.call import CURRENT_CALL
 from ingress.core.calls.tracing import TRACING, trace_begin
 from ingress.core.execution.execution import (
     Kind,
-    code_of,
     kind,
     kind_for_fastapi,
     name_of,
@@ -193,6 +192,8 @@ class RouteTree:
         self.dependencies.endpoints[id(route.endpoint)] = endpoint
         clone: Any = rebuilt(route, endpoint, **options)
         self._keep_changes(route, clone)
+        if clone._ingress_target is not target:  # it is wrapped, and so in the routes of an include
+            self.dependencies.endpoints[id(route.endpoint)] = clone.dependant.call
         self.targets.append(clone._ingress_target)
         clone.endpoint = route.endpoint  # user code compares it, and looks for its own marks
         self._clones[id(route)] = clone
@@ -248,12 +249,9 @@ class RouteTree:
         # Not if a replica made the route, or an integration wraps all, and so the clone's as well.
         is_wrapped = call is not route.endpoint and not hasattr(call, "__ingress_target__")
         if is_wrapped and own in self.dependencies.endpoints.values():
-            target: Target = own.__ingress_target__
-            if code_of(call) is not code_of(target.func):  # as that of an included route is
-                target = _as_wrapped(route, target)
-                endpoint = wrapper(call, target, _streams(route, target.func))
-                clone.dependant.call = self.dependencies.endpoints[id(route.endpoint)] = endpoint
-                getattr(clone, "original_route", clone)._ingress_target = target
+            target = _as_wrapped(route, self.methods.target(route.endpoint, is_endpoint=True))
+            clone.dependant.call = wrapper(call, target, _streams(route, target.func))
+            getattr(clone, "original_route", clone)._ingress_target = target
         take_changes(route.dependant, clone.dependant)
 
     def _keep_included(self, was: Any, node: Any) -> None:

@@ -1590,6 +1590,56 @@ def test_a_guard_around_the_function_of_a_finished_route_is_kept(app: FastAPI) -
     assert statuses(cls, "/", "/?also=x") == [200, 403]
 
 
+def only(role: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that lets a user of a role pass."""
+
+    def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(func)
+        def guarded(*args: Any, user: str, **values: Any) -> Any:
+            if role not in user:
+                raise HTTPException(403, role)
+            return func(*args, user=user, **values)
+
+        return guarded
+
+    return decorate
+
+
+def test_a_guard_that_a_finished_route_gets_a_second_time_is_kept(app: FastAPI) -> None:
+    @ingress(app)
+    class K:
+        @app.get("/")
+        @only("user")
+        def root(self, user: str) -> str:
+            return user
+
+    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
+    route.dependant.call = only("admin")(route.endpoint)
+    assert statuses(K, "/?user=admin,user", "/?user=user", "/?user=admin") == [200, 403, 403]
+
+
+def test_a_guard_around_the_function_of_an_included_route_is_kept_in_each_include(
+    app: FastAPI,
+) -> None:
+    router = APIRouter()
+
+    @ingress(app)
+    class K:
+        @router.get("/")
+        @only("user")
+        def root(self, user: str) -> str:
+            return user
+
+    for role in ("admin", "root"):
+        app.include_router(router, prefix=f"/{role}")
+        route: Any = [*iter_route_contexts(app.routes)][-1]
+        route = effective_context(route) or route
+        route.dependant.call = only(role)(route.endpoint)
+    paths = ("/admin/?user=admin,user", "/root/?user=root,user", "/admin/?user=user")
+    assert statuses(K, *paths) == [200, 200, 403]
+    assert statuses(K, "/root/?user=user", "/root/?user=admin,user") == [403, 403]
+
+
 def test_an_endpoint_that_is_replaced_in_a_finished_route_is_refused(app: FastAPI) -> None:
     app.get("/")(lambda: "declared")
     (route,) = (each for each in app.routes if isinstance(each, APIRoute))
